@@ -1,0 +1,62 @@
+"""Checks of what an attention layer hands to its cache, before anything is changed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from .config import LayerConfig
+
+
+def host_positions(positions: Any) -> tuple[int, ...]:
+    """Return positions [n] or [n, 1], of any array library or a sequence, as integers on the host.
+
+    Raises:
+        ValueError: another rank, or no token at all.
+        TypeError: not integers.
+    """
+    if type(positions) is tuple and positions and type(positions[0]) is int:
+        return positions
+    rows = positions.tolist() if hasattr(positions, "tolist") else list(positions)
+    if not isinstance(rows, list) or not rows:
+        raise ValueError("positions: expected one or more, as [n] or [n, 1], got none")
+    if isinstance(rows[0], Sequence):
+        if any(len(row) != 1 for row in rows):
+            raise ValueError("positions: expected [n] or [n, 1], got another shape")
+        rows = [row[0] for row in rows]
+    try:
+        return tuple(operator.index(row) for row in rows)
+    except TypeError:
+        raise TypeError(f"positions: expected integers, got {type(rows[0]).__name__}") from None
+
+
+def check_heads(
+    layer: int,
+    config: LayerConfig,
+    num_tokens: int,
+    q: Sequence[int],
+    k: Sequence[int],
+    v: Sequence[int],
+) -> None:
+    """Compare the shapes of q, k and v [1, H, n, D] with the layer's configuration.
+
+    Raises:
+        ValueError: naming the tensor, the shape expected and the shape given.
+    """
+    n = num_tokens
+    for name, shape, expected in (
+        ("k", k, (1, config.n_kv_heads, n, config.head_dim)),
+        ("v", v, (1, config.n_kv_heads, n, config.value_dim)),
+    ):
+        if tuple(shape) != expected:
+            raise ValueError(
+                f"layer {layer}: {name} has shape {list(shape)}, but the cache's layer and the {n} positions given need"
+                f" {list(expected)}: build the cache from the program's own head counts and dims"
+            )
+    heads_fit = len(q) == 4 and q[0] == 1 and q[1] > 0 and q[1] % config.n_kv_heads == 0
+    if not heads_fit or tuple(q[2:]) != (n, config.head_dim):
+        raise ValueError(
+            f"layer {layer}: q has shape {list(q)}, expected [1, a multiple of {config.n_kv_heads}, {n},"
+            f" {config.head_dim}]"
+        )
