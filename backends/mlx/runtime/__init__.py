@@ -1,0 +1,1 @@
+"""Runs delegate payloads on MLX, inside ExecuTorch's runtime or called directly."""

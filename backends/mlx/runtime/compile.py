@@ -1,0 +1,111 @@
+"""Compiles a verified graph into a Python callable, once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..program import Graph, Node, ProgramError, SlotType, Tid, Vid
+from .device import mx
+from .kernels import KERNELS, StepState
+
+# Views of a constant that are worth making once instead of in each run: a linear layer's transposed weight.
+_FOLDED = ("TransposeNode",)
+
+
+class CompiledProgram:
+    """A delegate's graph as a function of its inputs.
+
+    Calling it builds MLX's lazy graph and evaluates nothing but what the program itself reads (positions, sizes from
+    data): evaluate the outputs and the cache's ``pending`` arrays together.
+
+    Attributes:
+        graph: the program.
+        uses_cache: whether any instruction attends over a KV cache.
+    """
+
+    def __init__(self, graph: Graph, constants: Mapping[int, mx.array]) -> None:
+        """Compile.
+
+        Args:
+            graph: a graph that ``verify_graph`` has passed.
+            constants: an array per constant tensor slot.
+
+        Raises:
+            ProgramError: an instruction that this runtime does not know, or state that it does not keep.
+        """
+        self.graph = graph
+        check_supported(graph)
+        nodes = graph.instruction_chains[graph.main_chain_idx].instructions
+        self.uses_cache = any(node.kind == "UpdateAndAttendNode" for node in nodes)
+        num_tensors = graph.num_tensors
+
+        def at(slot: Tid | Vid) -> int:
+            return slot.idx if isinstance(slot, Tid) else num_tensors + slot.idx
+
+        # The last entry is the run's StepState.
+        self._initial: list[Any] = [None] * (num_tensors + graph.num_values + 1)
+        for index, array in constants.items():
+            self._initial[index] = array
+        if graph.init_chain_idx >= 0:
+            for node in graph.instruction_chains[graph.init_chain_idx].instructions:
+                KERNELS[node.kind](node, at)(self._initial)
+        folded = _folded_nodes(graph, nodes)
+        for node in folded:
+            KERNELS[node.kind](node, at)(self._initial)
+        skip = {id(node) for node in folded}
+        self._steps = [KERNELS[node.kind](node, at) for node in nodes if id(node) not in skip]
+        self._inputs = [at(_slot(entry)) for entry in graph.input_map]
+        self._outputs = [at(_slot(entry)) for entry in graph.output_map]
+
+    def __call__(self, inputs: Sequence[Any], cache: Any = None) -> list[Any]:
+        """Run the program.
+
+        Args:
+            inputs: an MLX array or a number per input, in the order of the graph's input map.
+            cache: an MLX cache with a step open, where the program attends.
+
+        Returns:
+            A lazy MLX array or a number per output.
+        """
+        if len(inputs) != len(self._inputs):
+            raise ValueError(f"the program takes {len(self._inputs)} inputs, got {len(inputs)}")
+        env = self._initial.copy()
+        for index, value in zip(self._inputs, inputs, strict=True):
+            env[index] = value
+        env[-1] = StepState(cache)
+        for step in self._steps:
+            step(env)
+        return [env[index] for index in self._outputs]
+
+
+def check_supported(graph: Graph) -> None:
+    """Raise ProgramError naming what this runtime cannot run, if there is anything."""
+    chains = {graph.main_chain_idx, graph.init_chain_idx} - {-1}
+    kinds = {node.kind for index in chains for node in graph.instruction_chains[index].instructions}
+    unknown = sorted(kinds - KERNELS.keys())
+    if unknown:
+        raise ProgramError(
+            f"this runtime does not implement {', '.join(unknown)}; the program needs it: export the model without"
+            " these operators in the delegate"
+        )
+    if graph.num_mutable_buffer_tensors:
+        raise ProgramError(
+            f"the program keeps {graph.num_mutable_buffer_tensors} mutable buffers; this runtime keeps state in KV"
+            " caches only: export with rewrite_attention"
+        )
+
+
+def _slot(entry: Any) -> Tid | Vid:
+    return Tid(entry.idx) if entry.slot_type == SlotType.TensorSlot else Vid(entry.idx)
+
+
+def _folded_nodes(graph: Graph, nodes: list[Node]) -> list[Node]:
+    """Nodes whose result is the same in each run and whose slot nothing else writes."""
+    writes = Counter(slot for node in nodes for name, slot in node.slots() if name in ("out", "outs"))
+    return [
+        node
+        for node in nodes
+        if node.kind in _FOLDED and node.x.idx < graph.num_constant_tensors and writes[node.out] == 1
+    ]

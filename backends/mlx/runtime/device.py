@@ -1,0 +1,29 @@
+"""MLX as this process uses it: one stream, one lock, and the names of dtypes."""
+
+from __future__ import annotations
+
+import threading
+
+from ..program.dtypes import SCALAR_TYPE_CODES
+
+try:
+    import mlx.core as mx
+except ImportError as error:
+    raise ImportError(
+        "MLX's native library is missing. On Linux it comes with an extra: pip install 'executorch-mlx[cpu]', or"
+        " 'executorch-mlx[cuda13]' for an NVIDIA GPU (one of the two, never both)"
+    ) from error
+
+# MLX's ordinary streams belong to the thread that made them: an array evaluated on one fails in another thread. This one
+# may be used from any thread, by one at a time; the lock sees to that.
+STREAM = mx.new_thread_unsafe_stream(mx.default_device())
+LOCK = threading.RLock()
+
+DTYPES: dict[int, mx.Dtype] = {
+    code: mx.bool_ if name == "bool" else getattr(mx, name) for name, code in SCALAR_TYPE_CODES.items()
+}
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return a dtype's plain name, such as "float32"."""
+    return str(dtype).rsplit(".", 1)[-1]

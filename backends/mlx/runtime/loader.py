@@ -1,0 +1,162 @@
+"""``load_program``: ExecuTorch's runtime, with Python's errors as themselves and a whole execute under one lock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from executorch.runtime import Method as StockMethod
+from executorch.runtime import Program as StockProgram
+from executorch.runtime import Runtime
+
+from ..identity import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID
+from .backend import HELD_BACKEND_IDS
+from .delegate import Delegate, Loading, current_loading, managed_calls, take_error
+from .device import LOCK
+from ..program.dtypes import SCALAR_TYPE_NAMES as _SCALAR_TYPES
+from .pte import HEAD_BYTES, check_length, retag
+
+
+class Method:
+    """A loaded method; as ``executorch.runtime.Method``.
+
+    One step of the active KV cache spans a whole ``execute``, however many delegates it runs: an error leaves the
+    cache where it was, and the same call may be made again.
+    """
+
+    def __init__(self, method: StockMethod, delegates: list[Delegate]) -> None:
+        self._method = method
+        self._delegates = [delegate for delegate in delegates if delegate.program.uses_cache]
+
+    def execute(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Run the method.
+
+        Args:
+            inputs: torch tensors and numbers, as the method was exported with.
+
+        Returns:
+            The outputs; tensors are torch tensors of their own memory.
+
+        Raises:
+            LookupError: the program attends over a KV cache, and no session is active.
+            Exception: whatever the delegate or its cache raised, as it was raised.
+            RuntimeError: ExecuTorch refused the call.
+        """
+        with LOCK, managed_calls():
+            caches = {id(cache): cache for cache in (delegate.cache() for delegate in self._delegates)}
+            (cache,) = caches.values() or (None,)
+            with nullcontext() if cache is None or cache.in_step else cache.step():
+                try:
+                    outputs: Sequence[Any] = self._method.execute(inputs)
+                except RuntimeError as failure:
+                    raise (take_error() or _explained(failure, self.metadata, inputs)) from failure
+                return outputs
+
+    @property
+    def metadata(self) -> Any:
+        """ExecuTorch's description of the method's inputs and outputs."""
+        return self._method.metadata
+
+
+class Program:
+    """A loaded program; as ``executorch.runtime.Program``."""
+
+    def __init__(self, program: StockProgram) -> None:
+        self._program = program
+        self._methods: dict[str, Method] = {}
+        # Kept by the program, so that methods loaded one after the other share constants.
+        self._loading = Loading()
+
+    @property
+    def method_names(self) -> set[str]:
+        """Names of the program's methods, the constant ones (``get_max_ctx_len`` ...) included."""
+        return set(self._program.method_names)
+
+    def load_method(self, name: str) -> Method:
+        """Load a method; the same one each time.
+
+        Raises:
+            ValueError: the program has no such method.
+            ProgramError: a delegate's payload is damaged or needs what this runtime does not have.
+        """
+        if name not in self._program.method_names:
+            raise ValueError(f"the program has no method {name!r}; it has {', '.join(sorted(self.method_names))}")
+        with LOCK, managed_calls():
+            if name not in self._methods:
+                self._methods[name] = self._load(name)
+            return self._methods[name]
+
+    def _load(self, name: str) -> Method:
+        loaded_before = len(self._loading.delegates)
+        token = current_loading.set(self._loading)
+        try:
+            method = self._program.load_method(name)
+            assert method is not None, "load_method returns None for unknown names only"
+            return Method(method, self._loading.delegates[loaded_before:])
+        except RuntimeError as failure:
+            raise (take_error() or failure) from failure
+        finally:
+            del self._loading.delegates[loaded_before:]
+            current_loading.reset(token)
+
+    def metadata(self, method_name: str) -> Any:
+        """ExecuTorch's description of a method, without loading it."""
+        return self._program.metadata(method_name)
+
+    def constants(self) -> dict[str, Any]:
+        """Return the values of the constant methods: those that are called ``get_...`` and take nothing."""
+        names = [name for name in self._program.method_names if name.startswith("get_")]
+        return {name: _plain(self.load_method(name).execute([])) for name in sorted(names)}
+
+
+def load_program(source: str | Path | bytes, *, native: bool = False) -> Program:
+    """Load an ExecuTorch program.
+
+    Args:
+        source: a path (its weights are mapped, not read) or the program's bytes.
+        native: leave programs for "MLXBackend" to whoever registered that id first, such as ExecuTorch's own runtime
+            in Apple's wheel. By default this package runs them, whoever holds the id.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: not an ExecuTorch program, or a truncated one.
+        RuntimeError: ExecuTorch cannot load it.
+    """
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        check_length(head, path.stat().st_size)
+    else:
+        check_length(source[:HEAD_BYTES], len(source))
+    if not native and UPSTREAM_BACKEND_ID not in HELD_BACKEND_IDS:
+        data = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
+        source = retag(data, UPSTREAM_BACKEND_ID, PLUGIN_BACKEND_ID)
+    return Program(Runtime.get().load_program(source))
+
+
+def _plain(outputs: Sequence[Any]) -> Any:
+    values = [value.tolist() if hasattr(value, "tolist") else value for value in outputs]
+    return values[0] if len(values) == 1 else values
+
+
+def _explained(failure: RuntimeError, metadata: Any, inputs: Sequence[Any]) -> Exception:
+    """Say which input ExecuTorch refused, where it is one; its own message holds a code only."""
+    expected = metadata.num_inputs()
+    if len(inputs) != expected:
+        return ValueError(f"the method takes {expected} inputs, got {len(inputs)}")
+    for index, value in enumerate(inputs):
+        if not hasattr(value, "dtype"):
+            continue
+        info = metadata.input_tensor_meta(index)
+        name = str(value.dtype).rsplit(".", 1)[-1]
+        wanted = _SCALAR_TYPES.get(int(info.dtype()), str(info.dtype()))
+        if name != wanted:
+            return TypeError(f"input {index}: expected {wanted}, got {name}")
+        if len(value.shape) != len(info.sizes()):
+            return ValueError(f"input {index}: expected {len(info.sizes())} dimensions, got shape {list(value.shape)}")
+        if any(size > bound for size, bound in zip(value.shape, info.sizes(), strict=True)):
+            return ValueError(f"input {index}: shape {list(value.shape)} exceeds the program's bound {list(info.sizes())}")
+    return failure
