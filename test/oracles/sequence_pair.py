@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
 from executorch_mlx.extension.llm.cache import CacheConfig, build
 
 from .arrays import ARRAYS
@@ -42,6 +41,7 @@ class SequencePair:
             q_dtype=q_dtype,
         )
         self.q_dtype = q_dtype
+        self._scales = {index: float(layer.head_dim**-0.5) for index, layer in enumerate(config.layers)}
         self._group = group
         self._random = np.random.default_rng(seed)
 
@@ -51,7 +51,7 @@ class SequencePair:
         return range(len(self.config.layers))
 
     def rows(self, layer: int, num_tokens: int, *, poisoned: bool = False) -> Rows:
-        """Return q, k and v of so many fresh tokens, in values of the query dtype; k and v NaN if poisoned."""
+        """Return q, k and v of fresh tokens, in values of the query dtype; k and v NaN if poisoned."""
         config = self.config.layers[layer]
         heads = config.n_kv_heads
         shapes = (
@@ -63,8 +63,8 @@ class SequencePair:
         return (q, np.full_like(k, np.nan), np.full_like(v, np.nan)) if poisoned else (q, k, v)
 
     def scale(self, layer: int) -> float:
-        """Return the softmax scale of a layer."""
-        return float(self.config.layers[layer].head_dim ** -0.5)
+        """Return the softmax scale of a layer (1 for one that does not exist)."""
+        return self._scales.get(layer, 1.0)
 
     def attend(self, layer: int, rows: Rows, positions: Any = None) -> Any:
         """Call the cache alone; positions default to those that are due."""

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-
 from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig
 
 LAYER = LayerConfig(n_kv_heads=2, head_dim=8)

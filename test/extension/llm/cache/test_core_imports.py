@@ -8,7 +8,6 @@ import sys
 import pytest
 
 
-
 @pytest.mark.parametrize("library", ["torch", "numpy", "mlx", "executorch"])
 def test_core_when_imported_leaves_the_library_unloaded(library: str) -> None:
     code = f"import sys, executorch_mlx.extension.llm.cache; sys.exit({library!r} in sys.modules)"

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from executorch_mlx.extension.llm.cache import (
     CacheConfig,
     CacheSession,
@@ -139,7 +138,9 @@ def test_build_while_another_thread_imports_the_builders_module_does_not_deadloc
 
 def test_build_in_many_threads_gives_each_its_own_cache() -> None:
     caches: list[Any] = []
-    threads = [threading.Thread(target=lambda: caches.append(build("eager", "sequence", CONFIG))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: caches.append(build("eager", "sequence", CONFIG))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -206,8 +207,8 @@ def test_sessions_when_nested_answer_with_the_innermost() -> None:
         with CacheSession("inner"):
             assert active_cache() == "inner"
         assert active_cache() == "outer"
-        with pytest.raises(ZeroDivisionError), CacheSession("failing"):
-            raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError, match="in failing"), CacheSession("failing"):
+            raise ZeroDivisionError(f"in {active_cache()}")
         assert active_cache() == "outer"
     assert active_cache() is None
 
@@ -258,9 +259,8 @@ def test_activate_in_another_thread_makes_the_session_active_there_only() -> Non
 
 def test_activate_when_its_block_raises_restores_what_was_active() -> None:
     with CacheSession("ours") as ours, CacheSession("another"):
-        with pytest.raises(ZeroDivisionError), ours.activate():
-            assert active_cache() == "ours"
-            raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError, match="in ours"), ours.activate():
+            raise ZeroDivisionError(f"in {active_cache()}")
         assert active_cache() == "another"
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
+from executorch_mlx.extension.llm.cache import CacheConfig, CacheError, CacheFullError, LayerConfig, StepError
+from executorch_mlx.extension.llm.cache.policies import RingPolicy
+from executorch_mlx.extension.llm.cache.sequence import SequenceCache
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,11 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from oracles.sequence_pair import InjectedError, SequencePair
-
-from executorch_mlx.extension.llm.cache import CacheConfig, CacheError, CacheFullError, LayerConfig, StepError
-from executorch_mlx.extension.llm.cache.policies import RingPolicy
-from executorch_mlx.extension.llm.cache.sequence import SequenceCache
+from oracles.sequence_pair import InjectedError, Rows, SequencePair
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -85,7 +85,9 @@ class SequenceMachine(RuleBasedStateMachine):
     ) -> None:
         pair = self.pair
         if pair.oracle.admits(num_tokens):
-            pair.step(num_tokens, calls=self.calls(order, again), position_dtype=position_dtype, column=column)
+            pair.step(
+                num_tokens, calls=self.calls(order, again), position_dtype=position_dtype, column=column
+            )
             return
         full = num_tokens > pair.oracle.capacity - pair.oracle.length
         too_long = pair.oracle.max_step is not None and num_tokens > pair.oracle.max_step
@@ -102,7 +104,9 @@ class SequenceMachine(RuleBasedStateMachine):
             if self.pair.oracle.admits(num_tokens):
                 self.pair.step(num_tokens)
 
-    @rule(num_tokens=num_tokens_of_a_step, layer=st.integers(0, 2), kind=st.integers(0, 4), by=st.integers(1, 9))
+    @rule(
+        num_tokens=num_tokens_of_a_step, layer=st.integers(0, 2), kind=st.integers(0, 4), by=st.integers(1, 9)
+    )
     def extend_at_wrong_positions(self, num_tokens: int, layer: int, kind: int, by: int) -> None:
         pair, layer = self.pair, layer % len(self.pair.layers)
         start = pair.oracle.length
@@ -140,41 +144,58 @@ class SequenceMachine(RuleBasedStateMachine):
         num_tokens = min(num_tokens, self.room)
         other = num_tokens - 1 or num_tokens + 1
         rows = pair.rows(0, num_tokens, poisoned=True)
-        with pytest.raises(StepError, match="differ"), pair.cache.step():
-            pair.attend(0, rows)
-            pair.oracle.attend(0, *rows, pair.scale(0))
-            pair.attend(layer, pair.rows(layer, other, poisoned=True))
-        pair.oracle.abort()
+        with pytest.raises(StepError, match="differ"):
+            self.step_with_differing_layers(rows, layer, pair.rows(layer, other, poisoned=True))
+
+    def step_with_differing_layers(self, rows: Rows, layer: int, others: Rows) -> None:
+        pair = self.pair
+        try:
+            with pair.cache.step():
+                pair.attend(0, rows)
+                pair.oracle.attend(0, *rows, pair.scale(0))
+                pair.attend(layer, others)
+        finally:
+            pair.oracle.abort()
 
     @precondition(lambda self: self.room > 0)
-    @rule(num_tokens=num_tokens_of_a_step, verb=st.sampled_from(["rewind", "clear", "step"]), to=st.integers(0, 24))
+    @rule(
+        num_tokens=num_tokens_of_a_step,
+        verb=st.sampled_from(["rewind", "clear", "step"]),
+        to=st.integers(0, 24),
+    )
     def verb_inside_a_step(self, num_tokens: int, verb: str, to: int) -> None:
         pair, num_tokens = self.pair, min(num_tokens, self.room)
+        verbs = {
+            "clear": pair.cache.clear,
+            "rewind": lambda: pair.cache.rewind(to),
+            "step": lambda: pair.cache.step().__enter__(),
+        }
         with pair.cache.step():
             for layer in pair.layers:
                 with pytest.raises(StepError, match="step"):
-                    if verb == "step":
-                        with pair.cache.step():
-                            pass
-                    elif verb == "clear":
-                        pair.cache.clear()
-                    else:
-                        pair.cache.rewind(to)
+                    verbs[verb]()
                 pair.attend_both(layer, pair.rows(layer, num_tokens))
             pair.cache.check_integrity()
         pair.oracle.commit()
 
     @precondition(lambda self: self.room > 0)
-    @rule(num_tokens=num_tokens_of_a_step, layer=st.integers(0, 2), tensor=st.integers(0, 2), axis=st.integers(0, 3))
-    def wrong_shape_refused_and_the_step_goes_on(self, num_tokens: int, layer: int, tensor: int, axis: int) -> None:
+    @rule(
+        num_tokens=num_tokens_of_a_step,
+        layer=st.integers(0, 2),
+        tensor=st.integers(0, 2),
+        axis=st.integers(0, 3),
+    )
+    def wrong_shape_refused_and_the_step_goes_on(
+        self, num_tokens: int, layer: int, tensor: int, axis: int
+    ) -> None:
         pair, num_tokens = self.pair, min(num_tokens, self.room)
         with pair.cache.step():
             for current in pair.layers:
                 if current == layer % len(pair.layers):
                     wrong = list(pair.rows(current, num_tokens, poisoned=True))
-                    # Only the number of query heads is free: twice as many are still a multiple.
-                    extra = 1 if tensor == 0 and axis == 1 and wrong[1].shape[1] == 1 else 0
-                    if not extra:
+                    # One more query head is still a multiple of one key head.
+                    allowed = tensor == 0 and axis == 1 and wrong[1].shape[1] == 1
+                    if not allowed:
                         padding = [(0, 1 if index == axis else 0) for index in range(4)]
                         wrong[tensor] = np.pad(wrong[tensor], padding)
                         at_due = pair.arrays.positions(
@@ -211,11 +232,23 @@ class SequenceMachine(RuleBasedStateMachine):
     def rewind_a_little(self, back: int) -> None:
         self.pair.rewind(max(0, self.pair.oracle.length - back))
 
-    @rule(really=st.sampled_from([False, False, True]))
-    def clear(self, really: bool) -> None:
-        """Not too often: what is interesting needs a long sequence."""
-        if really:
-            self.pair.clear()
+    @rule(
+        by=st.sampled_from(["nothing", "nothing", "clear", "rewind"]),
+        num_tokens=st.integers(0, 9),
+        back=st.integers(1, 3),
+    )
+    def start_again(self, by: str, num_tokens: int, back: int) -> None:
+        """Not too often: what is interesting needs a long sequence. A new one owes nothing to the old."""
+        pair = self.pair
+        if by == "nothing":
+            return
+        if by == "clear":
+            pair.clear()
+        else:
+            assert pair.rewind(0)
+        for _ in range(min(num_tokens, pair.oracle.capacity)):
+            pair.step()
+        pair.rewind(max(0, pair.oracle.length - back))
 
     @rule(num_tokens=st.integers(0, 26))
     def ask_whether_it_can_extend(self, num_tokens: int) -> None:
@@ -248,6 +281,15 @@ class SequenceMachine(RuleBasedStateMachine):
 
 def machine_for(backend: str) -> type[SequenceMachine]:
     return type(f"SequenceMachineOn{backend}", (SequenceMachine,), {"backend": backend})
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Threads only cost time on tensors as small as these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("backend", ["eager", "MLXBackend"])

@@ -1,0 +1,67 @@
+"""What the passes ask of fx nodes, the same for ATen and edge graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+
+
+def target_of(node: Any) -> Any:
+    """Return a call's operator, an edge operator's ATen one; None for anything but a call."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target
+    return getattr(node.target, "_op", node.target)
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Whether a node calls one of these operators."""
+    target = target_of(node)
+    return target is not None and any(target is wanted for wanted in targets)
+
+
+def shape_of(node: Node) -> tuple[Any, ...]:
+    """Return a node's shape, with symbols for dynamic dimensions."""
+    return tuple(node.meta["val"].shape)
+
+
+def module_of(node: Node) -> str:
+    """Return the path of the module that made a node, such as "model.layers.3.self_attn", for messages."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values() if path]
+    return paths[-1] if paths else "the model"
+
+
+def through_casts(node: Any, *, also: tuple[Any, ...] = ()) -> Any:
+    """Return what a chain of dtype casts and clones (and the operators of ``also``) starts from."""
+    casts = (aten._to_copy.default, aten.clone.default, aten.alias_copy.default, *also)
+    while is_call(node, *casts) or "_to_dim_order_copy" in str(target_of(node)) or "_clone_dim_order" in str(target_of(node)):
+        node = node.args[0]
+    return node
+
+
+def ancestors(node: Node) -> Iterator[Node]:
+    """Yield a node and everything it is computed from, each once."""
+    seen, pending = {node}, [node]
+    while pending:
+        current = pending.pop()
+        yield current
+        new = [parent for parent in current.all_input_nodes if parent not in seen]
+        seen.update(new)
+        pending += new
+
+
+def remove_dead_code(module: GraphModule) -> None:
+    """Erase what nothing uses, the exporter's metadata assertions included."""
+    graph = module.graph
+    for node in reversed(graph.nodes):
+        if is_call(node, aten._assert_tensor_metadata.default):
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    module.recompile()

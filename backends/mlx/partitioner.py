@@ -1,0 +1,128 @@
+"""``MLXPartitioner``: which parts of a program go to the MLX delegate."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from executorch.exir.backend.canonical_partitioners.pattern_op_partitioner import generate_partitions_from_list_of_nodes
+from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+from executorch.exir.backend.utils import tag_constant_data
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+from .identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
+from .lowering.rows import ROWS, name_of, refusal
+from .preprocess import BACKENDS
+
+logger = logging.getLogger("executorch_mlx")
+
+
+@dataclass(frozen=True)
+class NotDelegated:
+    """A call that stays outside the delegate.
+
+    Attributes:
+        operator: its name, such as "aten.topk.default".
+        reason: why.
+        source: the line of the model it comes from, or "" where that is unknown.
+    """
+
+    operator: str
+    reason: str
+    source: str
+
+
+class MLXPartitioner(Partitioner):
+    """Claims for the MLX delegate every call that has a lowering.
+
+    Use with ``executorch.exir.to_edge_transform_and_lower``. What is left outside is logged as a warning, operator by
+    operator, and kept in ``not_delegated``.
+    """
+
+    def __init__(self, *, backend_id: str = UPSTREAM_BACKEND_ID) -> None:
+        """Make a partitioner.
+
+        Args:
+            backend_id: "MLXBackend", which ExecuTorch's own runtime for Apple silicon runs too, or this package's own
+                id, ``PLUGIN_BACKEND_ID``.
+
+        Raises:
+            ValueError: another id.
+        """
+        super().__init__()
+        if backend_id not in BACKEND_IDS:
+            raise ValueError(f"backend_id: expected one of {', '.join(BACKEND_IDS)}, got {backend_id!r}")
+        self._spec = DelegationSpec(BACKENDS[backend_id].__name__, [])
+        self.not_delegated: list[NotDelegated] = []
+
+    def ops_to_not_decompose(
+        self, ep: ExportedProgram
+    ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
+        """Return the operators to keep whole: those that say so, where every call of theirs can be lowered."""
+        kept: dict[Any, bool] = {}
+        for node in _calls(ep):
+            row = ROWS.get(name_of(node))
+            if row is not None and row.keep:
+                kept[node.target] = kept.get(node.target, True) and refusal(node) is None
+        return [target for target, is_lowered in kept.items() if is_lowered], None
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        """Tag what goes to the delegate."""
+        support = _Support(exported_program)
+        partitions = generate_partitions_from_list_of_nodes(exported_program.graph_module, op_support=support)
+        tags = {}
+        for partition in partitions:
+            tag = f"mlx_{partition.id}"
+            tags[tag] = self._spec
+            for node in partition.nodes:
+                node.meta["delegation_tag"] = tag
+        if tags:
+            _pull_in_sizes(exported_program)
+            tag_constant_data(exported_program)
+        self.not_delegated = [
+            NotDelegated(name_of(node), reason, _source(node)) for node, reason in support.refusals.items()
+        ]
+        for call in self.not_delegated:
+            logger.warning("not delegated to MLX: %s: %s %s", call.operator, call.reason, call.source)
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
+
+
+class _Support(OperatorSupportBase):
+    """Answers from the lowering table, once per call."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        reasons = {node: refusal(node) for node in _calls(program)}
+        # A result that several calls pick from is lowered with them or not at all.
+        for node, reason in reasons.items():
+            if node.target is operator.getitem and reason is None:
+                reasons[node] = reasons.get(node.args[0])  # type: ignore[arg-type]
+        self.refusals = {node: reason for node, reason in reasons.items() if reason is not None}
+
+    def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: Node) -> bool:
+        return node.op == "call_function" and node not in self.refusals
+
+
+def _calls(program: ExportedProgram) -> list[Node]:
+    return [node for node in program.graph.nodes if node.op == "call_function"]
+
+
+def _pull_in_sizes(program: ExportedProgram) -> None:
+    """Compute dynamic sizes inside the delegate that uses them; across its boundary they would be fixed."""
+    for node in reversed(program.graph.nodes):
+        if node.op == "call_function" and name_of(node) == "aten.sym_size.int" and "delegation_tag" not in node.meta:
+            tags = {user.meta.get("delegation_tag") for user in node.users}
+            if len(tags) == 1 and None not in tags:
+                node.meta["delegation_tag"] = tags.pop()
+
+
+def _source(node: Node) -> str:
+    """Return the model's own line that a call comes from: the last frame of its stack trace."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    files = [line for line in lines if line.startswith("File ")]
+    return f"({files[-1]})" if files else ""

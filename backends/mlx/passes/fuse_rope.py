@@ -1,0 +1,202 @@
+"""Fuses rotary position embedding (the half-split form, https://arxiv.org/abs/2104.09864).
+
+Before, per layer, with cos and sin computed once from positions and inverse frequencies::
+
+    add(mul(x, cos), mul(cat([neg(x[..., D/2:]), x[..., :D/2]], -1), sin))
+
+After::
+
+    rope(x, position, freqs)        freqs = 1 / inverse frequencies
+
+How the angles are written down differs between models, so they are evaluated: at each position they must be the position
+times one row of frequencies, repeated in both halves, and cos and sin must be unscaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from .evaluate import NotEvaluableError, constants_of, evaluate
+from ..graph import ancestors, aten, is_call, remove_dead_code, shape_of, through_casts
+
+_SHAPES = (aten.unsqueeze.default, aten.unsqueeze_copy.default, aten.view.default, aten.view_copy.default)
+_PROBED = (0, 1, 2, 3, 17, 1000)
+
+
+@torch.library.custom_op("executorch_mlx::rope", mutates_args=())
+def rope(x: torch.Tensor, position: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """Rotate each token's heads by its own position.
+
+    Args:
+        x: [1, H, n, D].
+        position: [n], integers.
+        freqs: [D / 2], the reciprocal of the inverse frequencies, float32.
+
+    Returns:
+        [1, H, n, D], halves rotated against each other.
+    """
+    angles = position[:, None].float() / freqs
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+@rope.register_fake
+def _(x: torch.Tensor, position: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@dataclass(frozen=True)
+class _Angles:
+    position: Node
+    inverse_frequencies: torch.Tensor
+
+
+def fuse_rope(program: ExportedProgram) -> None:
+    """Replace each match, in place; the frequencies become lifted constants of the program."""
+    tables = _Tables(program)
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        match = _match(node)
+        if match is None:
+            continue
+        x, cos, sin = match
+        angles = tables.angles(cos, sin)
+        if angles is None or shape_of(x)[-1] != 2 * len(angles.inverse_frequencies):
+            continue
+        freqs = tables.constant(angles)
+        with graph.inserting_before(node):
+            fused = graph.call_function(rope._opoverload, (x, angles.position, freqs))
+        fused.meta = dict(node.meta)
+        node.replace_all_uses_with(fused)
+    remove_dead_code(program.graph_module)
+
+
+def _match(node: Node) -> tuple[Node, Node, Node] | None:
+    """Return (x, cos, sin) if a node adds the two halves of a rotation."""
+    if not is_call(node, aten.add.Tensor) or len(node.args) < 2:
+        return None
+    for direct, turned in (node.args, reversed(node.args)):
+        if not (is_call(direct, aten.mul.Tensor) and is_call(turned, aten.mul.Tensor)):
+            continue
+        for x, cos in (direct.args, reversed(direct.args)):
+            for rotated, sin in (turned.args, reversed(turned.args)):
+                if isinstance(x, Node) and isinstance(cos, Node) and _is_rotation(rotated, x) and len(shape_of(x)) == 4:
+                    return x, cos, sin
+    return None
+
+
+def _is_rotation(node: Any, x: Node) -> bool:
+    """Whether a node is cat([-x[..., D/2:], x[..., :D/2]], -1)."""
+    if not is_call(node, aten.cat.default) or len(node.args[0]) != 2:
+        return False
+    rank, half = len(shape_of(x)), int(shape_of(x)[-1]) // 2
+    if len(node.args) < 2 or node.args[1] not in (-1, rank - 1):
+        return False
+    negated, kept = node.args[0]
+    if not is_call(negated, aten.neg.default):
+        return False
+    return _is_slice(negated.args[0], x, half, 2 * half) and _is_slice(kept, x, 0, half)
+
+
+def _is_slice(node: Any, x: Node, start: int, stop: int) -> bool:
+    if not is_call(node, aten.slice.Tensor, aten.slice_copy.Tensor) or node.args[0] is not x:
+        return False
+    rank, size = len(shape_of(x)), shape_of(x)[-1]
+    dim, first, last = (*node.args[1:], *(0, 0, None)[len(node.args) - 1 :])
+    last = size if last is None else min(last, size)
+    return dim in (-1, rank - 1) and first == start and last == stop and len(node.args) < 5
+
+
+class _Tables:
+    """Finds the angles behind cos and sin tables, each once: all layers of a kind share them."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._program = program
+        self._constants = constants_of(program)
+        self._found: dict[tuple[Node, Node], _Angles | None] = {}
+        self._lifted: dict[int, Node] = {}
+
+    def angles(self, cos: Node, sin: Node) -> _Angles | None:
+        """Return what a pair of tables stands for, or None where it is no plain rotation by position."""
+        key = tuple(through_casts(node, also=_SHAPES) for node in (cos, sin))
+        if key not in self._found:
+            self._found[key] = self._evaluate(cos, sin)  # type: ignore[index]
+        return self._found[key]  # type: ignore[index]
+
+    def _evaluate(self, cos: Node, sin: Node) -> _Angles | None:
+        inputs = {
+            node
+            for node in (*ancestors(cos), *ancestors(sin))
+            if node.op == "placeholder" and node.name not in self._constants
+        }
+        if len(inputs) != 1:
+            return None
+        (position,) = inputs
+        if position.meta["val"].ndim != 1:
+            return None
+        probed = torch.tensor(_PROBED, dtype=position.meta["val"].dtype)
+        feeds = {**self._constants, position.name: probed}
+        try:
+            values = [evaluate(node, feeds).float() for node in (cos, sin)]
+        except (NotEvaluableError, RuntimeError):
+            return None
+        if any(value.numel() != value.shape[-1] * len(_PROBED) for value in values):
+            return None
+        tables = [value.reshape(len(_PROBED), -1) for value in values]
+        return self._recognised(position, *tables, dtype=cos.meta["val"].dtype)
+
+    def _recognised(
+        self, position: Node, cos: torch.Tensor, sin: torch.Tensor, *, dtype: torch.dtype
+    ) -> _Angles | None:
+        """Take the frequencies from position 1 (angles there are at most 1) and check all other positions."""
+        half = cos.shape[-1] // 2
+        frequencies = self._frequencies(half, cos, sin)
+        if frequencies is None:
+            return None
+        angles = torch.tensor(_PROBED, dtype=torch.float32)[:, None] * frequencies
+        expected = [torch.cat([table, table], dim=-1).to(dtype).float() for table in (angles.cos(), angles.sin())]
+        if not all(torch.equal(table, wanted) for table, wanted in zip((cos, sin), expected, strict=True)):
+            return None
+        return _Angles(position, frequencies)
+
+    def _frequencies(self, half: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
+        """Find the constant that holds the inverse frequencies: a float vector of D/2 whose angles at 1 match."""
+        for value in self._constants.values():
+            if isinstance(value, torch.Tensor) and value.numel() == half and value.is_floating_point():
+                candidate = value.detach().float().reshape(-1)
+                if torch.allclose(candidate.cos(), cos[1, :half], atol=1e-2) and torch.allclose(
+                    candidate.sin(), sin[1, :half], atol=1e-2
+                ):
+                    return candidate
+        return None
+
+    def constant(self, angles: _Angles) -> Node:
+        """Return a placeholder for the reciprocal frequencies, lifted into the program once."""
+        key = id(angles)
+        if key not in self._lifted:
+            name = f"rope_freqs_{len(self._lifted)}"
+            self._lifted[key] = lift_constant(self._program, name, 1.0 / angles.inverse_frequencies)
+        return self._lifted[key]
+
+
+def lift_constant(program: ExportedProgram, name: str, value: torch.Tensor) -> Node:
+    """Add a tensor constant to a program and return its placeholder."""
+    from torch.export.graph_signature import InputSpec, TensorArgument
+
+    graph = program.graph_module.graph
+    first = next(node for node in graph.nodes if node.op == "placeholder")
+    with graph.inserting_before(first):
+        node = graph.placeholder(name)
+    fake_mode = next(n.meta["val"].fake_mode for n in graph.nodes if hasattr(n.meta.get("val"), "fake_mode"))
+    node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True)
+    specs = program.graph_signature.input_specs
+    specs.insert(0, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name=node.name), name, None))
+    program.constants[name] = value
+    return node
