@@ -1,0 +1,1 @@
+"""Language models: export them (``export_llm``) and run them (``run_llm``)."""

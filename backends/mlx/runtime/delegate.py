@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-from executorch_mlx.extension.llm.cache.session import active_cache
+from executorch_mlx.extension.llm.cache.session import active_key, installed_cache
 
 from ..program import Graph, SlotType, read_payload, verify_graph
 from ..program.dtypes import SCALAR_TYPE_NAMES
@@ -85,7 +85,7 @@ class Delegate:
         shared = Loading() if loading is None else loading
         with LOCK, mx.stream(STREAM):
             self.program = CompiledProgram(graph, _import_constants(graph, named_data, shared))
-        self._cache_at_load = active_cache()
+        self._key_at_load = active_key()
         self._inputs = [_tensor_meta(graph, entry) for entry in graph.input_map]
         self._outputs = [_tensor_meta(graph, entry) for entry in graph.output_map]
 
@@ -98,7 +98,7 @@ class Delegate:
         """
         if not self.program.uses_cache:
             return None
-        cache = active_cache() or self._cache_at_load
+        cache = installed_cache(active_key() or self._key_at_load)
         if cache is None:
             raise LookupError(
                 "the program attends over a KV cache and no session is active: run it inside"

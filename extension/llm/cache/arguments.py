@@ -6,7 +6,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from .config import LayerConfig
+from .config import KV_DTYPES, LayerConfig
+
+_FLOATS = (*KV_DTYPES, "float64")
 
 
 def host_positions(positions: Any) -> tuple[int, ...]:
@@ -19,10 +21,12 @@ def host_positions(positions: Any) -> tuple[int, ...]:
     if type(positions) is tuple and positions and type(positions[0]) is int:
         return positions
     rows = positions.tolist() if hasattr(positions, "tolist") else list(positions)
-    if not isinstance(rows, list) or not rows:
+    if not isinstance(rows, list):
+        raise ValueError("positions: expected [n] or [n, 1], got a scalar")
+    if not rows:
         raise ValueError("positions: expected one or more, as [n] or [n, 1], got none")
     if isinstance(rows[0], Sequence):
-        if any(len(row) != 1 for row in rows):
+        if any(not isinstance(row, Sequence) or len(row) != 1 or isinstance(row[0], Sequence) for row in rows):
             raise ValueError("positions: expected [n] or [n, 1], got another shape")
         rows = [row[0] for row in rows]
     try:
@@ -31,32 +35,31 @@ def host_positions(positions: Any) -> tuple[int, ...]:
         raise TypeError(f"positions: expected integers, got {type(rows[0]).__name__}") from None
 
 
-def check_heads(
-    layer: int,
-    config: LayerConfig,
-    num_tokens: int,
-    q: Sequence[int],
-    k: Sequence[int],
-    v: Sequence[int],
-) -> None:
-    """Compare the shapes of q, k and v [1, H, n, D] with the layer's configuration.
+def check_heads(layer: int, config: LayerConfig, num_tokens: int, q: Any, k: Any, v: Any) -> None:
+    """Compare q, k and v [1, H, n, D], of any array library, with the layer's configuration.
 
     Raises:
-        ValueError: naming the tensor, the shape expected and the shape given.
+        ValueError: naming the array, the shape expected and the shape given.
+        TypeError: an array that is not of a floating-point type.
     """
     n = num_tokens
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        dtype = str(array.dtype).rsplit(".", 1)[-1]
+        if dtype not in _FLOATS:
+            raise TypeError(f"layer {layer}: {name} has type {dtype}, expected one of {', '.join(_FLOATS)}")
     for name, shape, expected in (
-        ("k", k, (1, config.n_kv_heads, n, config.head_dim)),
-        ("v", v, (1, config.n_kv_heads, n, config.value_dim)),
+        ("k", k.shape, (1, config.n_kv_heads, n, config.head_dim)),
+        ("v", v.shape, (1, config.n_kv_heads, n, config.value_dim)),
     ):
         if tuple(shape) != expected:
             raise ValueError(
                 f"layer {layer}: {name} has shape {list(shape)}, but the cache's layer and the {n} positions given need"
                 f" {list(expected)}: build the cache from the program's own head counts and dims"
             )
-    heads_fit = len(q) == 4 and q[0] == 1 and q[1] > 0 and q[1] % config.n_kv_heads == 0
-    if not heads_fit or tuple(q[2:]) != (n, config.head_dim):
+    shape = tuple(q.shape)
+    heads_fit = len(shape) == 4 and shape[0] == 1 and shape[1] > 0 and shape[1] % config.n_kv_heads == 0
+    if not heads_fit or shape[2:] != (n, config.head_dim):
         raise ValueError(
-            f"layer {layer}: q has shape {list(q)}, expected [1, a multiple of {config.n_kv_heads}, {n},"
+            f"layer {layer}: q has shape {list(shape)}, expected [1, a multiple of {config.n_kv_heads}, {n},"
             f" {config.head_dim}]"
         )

@@ -76,7 +76,7 @@ class CacheConfig:
             _require_int("max_seqs", self.max_seqs, 1)
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype: expected one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}")
-        layers = tuple(self.layers)
+        layers = tuple(self.layers) if isinstance(self.layers, Sequence) else ()
         if not layers or not all(isinstance(layer, LayerConfig) for layer in layers):
             raise ValueError(f"layers: expected one or more LayerConfig, got {self.layers!r}")
         object.__setattr__(self, "layers", layers)

@@ -28,8 +28,13 @@ class EagerSequenceCache(SequenceCache):
         """As ``CacheLayout.attend``, on torch tensors."""
         host = host_positions(positions)
         plan = self.plan(layer, host)
-        check_heads(layer, self.config.layers[layer], len(host), q.shape, k.shape, v.shape)
-        self.commit(plan)
+        check_heads(layer, self.config.layers[layer], len(host), q, k, v)
+        with self.writing(plan):
+            return self._attended(plan, q, k, v, scale)
+
+    def _attended(
+        self, plan: LayerPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         pools = self._grown(plan, k.device)
         done = 0
         for run in plan.write:

@@ -15,7 +15,7 @@ ENTRY_POINT_GROUP = "executorch_mlx.cache_builders"
 
 Builder = Callable[[CacheConfig], Any]
 
-_lock = threading.RLock()
+_lock = threading.Lock()
 _builders: dict[tuple[str, str], Builder] = {}
 
 
@@ -46,15 +46,22 @@ def build(backend_id: str, kind: str, config: CacheConfig) -> Any:
     Raises:
         LookupError: an unknown pair; the message names the known ones.
     """
-    with _lock:
-        builder = _builders.get((backend_id, kind))
-        if builder is None:
-            for entry in entry_points(group=ENTRY_POINT_GROUP):
-                if entry.name == backend_id:
-                    entry.load()
-            builder = _builders.get((backend_id, kind))
-        known = sorted(_builders)
+    builder = _builders.get((backend_id, kind))
     if builder is None:
-        names = ", ".join(f"{kind!r} on {backend!r}" for backend, kind in known) or "none"
-        raise LookupError(f"no cache kind {kind!r} is known on backend {backend_id!r}; known: {names}")
+        # Not under the lock: importing takes import locks, and whoever holds one may be waiting to register.
+        for entry in entry_points(group=ENTRY_POINT_GROUP):
+            if entry.name == backend_id:
+                entry.load()
+        builder = _builders.get((backend_id, kind))
+    if builder is None:
+        raise LookupError(f"no cache kind {kind!r} is known on backend {backend_id!r}; known: {_known()}")
     return builder(config)
+
+
+def _known() -> str:
+    with _lock:
+        pairs = sorted(_builders)
+    unloaded = {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - {backend for backend, _ in pairs}
+    names = [f"{kind!r} on {backend!r}" for backend, kind in pairs]
+    names += [f"those of {backend!r}" for backend in sorted(unloaded)]
+    return ", ".join(names) or "none"

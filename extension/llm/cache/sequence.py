@@ -19,13 +19,14 @@ class _OpenStep:
 
     span: tuple[int, int] | None = None
     written: set[int] = field(default_factory=set)
+    failed: bool = False
 
 
 class SequenceCache(SequenceControl):
     """Control and planner of one sequence; a byte layer derives from it and owns the pools.
 
     The planner's face is ``plan`` (pure) and ``commit`` (mutates). A byte layer commits a plan *before* it touches the
-    slots, so that a write which fails half-way counts as having overwritten them.
+    slots, so that a write which fails half-way counts as having overwritten them; ``writing`` brackets that.
 
     Byte layers override ``_settle`` and ``_forget``.
     """
@@ -121,6 +122,7 @@ class SequenceCache(SequenceControl):
         committed = False
         try:
             yield
+            self._check_whole()
             self._settle(committed=True)
             committed = True
         finally:
@@ -154,6 +156,7 @@ class SequenceCache(SequenceControl):
                 f"layer {layer}: the cache was built for layers 0..{len(self._policies) - 1}; build it with one"
                 " LayerConfig per cache of the program"
             )
+        self._check_whole()
         start, stop = self._span(positions)
         if self._step.span is None:
             self._check_fits(start, stop)
@@ -177,6 +180,17 @@ class SequenceCache(SequenceControl):
         self._high[plan.layer] = max(self._high[plan.layer], plan.stop)
         self._filled[plan.layer] = plan.stop
 
+    @contextmanager
+    def writing(self, plan: LayerPlan) -> Iterator[None]:
+        """Commit a plan and bracket the work on its slots: an exception inside spoils the step."""
+        self.commit(plan)
+        try:
+            yield
+        except BaseException:
+            assert self._step is not None
+            self._step.failed = True
+            raise
+
     # -- for byte layers ---------------------------------------------------
 
     def _settle(self, *, committed: bool) -> None:
@@ -191,10 +205,13 @@ class SequenceCache(SequenceControl):
         if self._step is not None:
             raise StepError(f"{verb} inside a step: leave the step first")
 
+    def _check_whole(self) -> None:
+        if self._step is not None and self._step.failed:
+            raise StepError("a layer failed in this step: leave the step, it is aborted, and run it again")
+
     def _retained(self, position: int) -> bool:
-        return all(
-            policy.retains(position, high) for policy, high in zip(self._policies, self._high, strict=True)
-        )
+        layers = zip(self._policies, self._filled, self._high, strict=True)
+        return all(filled >= position and policy.retains(position, high) for policy, filled, high in layers)
 
     def _truncate(self, position: int) -> None:
         self._position = position

@@ -69,10 +69,20 @@ class CacheSession:
             _active.set(before)
 
 
+def active_key() -> str | None:
+    """Return the key of the innermost active session of the calling context, or None."""
+    keys = _active.get()
+    return keys[-1] if keys else None
+
+
+def installed_cache(key: str | None) -> Any | None:
+    """Return the cache installed under a key, or None where its session has ended."""
+    return None if key is None else _installed.get(key)
+
+
 def active_cache() -> Any | None:
-    """Return the cache of the innermost active session of the calling context, or None."""
-    for key in reversed(_active.get()):
-        cache = _installed.get(key)
-        if cache is not None:
-            return cache
-    return None
+    """Return the cache of the innermost active session of the calling context.
+
+    None where there is none, or where it has been left elsewhere: an outer session is never used in its stead.
+    """
+    return installed_cache(active_key())

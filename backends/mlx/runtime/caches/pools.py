@@ -35,10 +35,10 @@ def write(pool: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:
 
 def read(pool: mx.array, runs: Sequence[Run], num_queries: int) -> mx.array:
     """Return the rows [1, heads, keys, dim] in the slots of ``runs``, in order; a view where that is safe."""
-    parts = [pool[:, :, run.slot : run.slot + run.length] for run in runs]
-    if len(parts) == 1 and runs[0].slot > 0 and num_queries == 1 and runs[0].length > 1 and pool.dtype != mx.float32:
+    first = runs[0]
+    if len(runs) == 1 and first.slot > 0 and num_queries == 1 and pool.dtype != mx.float32:
         # MLX 0.32.4 on CUDA reads wrong memory for a half-precision decode over a slice that starts mid-pool when the
-        # pool's slot count is a multiple of 256; joining two halves makes a buffer of its own.
-        middle = runs[0].slot + 1
-        parts = [pool[:, :, runs[0].slot : middle], pool[:, :, middle : runs[0].slot + runs[0].length]]
+        # pool's slot count is a multiple of 256; gathering makes a buffer of its own.
+        return mx.take(pool, mx.arange(first.slot, first.slot + first.length), axis=2)
+    parts = [pool[:, :, run.slot : run.slot + run.length] for run in runs]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

@@ -36,9 +36,8 @@ class MLXSequenceCache(SequenceCache, MLXCache):
         """Append and attend, lazily; see ``CacheLayout.attend``."""
         host = host_positions(positions)
         plan = self.plan(layer, host)
-        check_heads(layer, self.config.layers[layer], len(host), q.shape, k.shape, v.shape)
-        self.commit(plan)
-        with mx.stream(STREAM):
+        check_heads(layer, self.config.layers[layer], len(host), q, k, v)
+        with self.writing(plan), mx.stream(STREAM):
             keys, values = (
                 pools.read(pool, plan.read, plan.num_tokens).astype(q.dtype) for pool in self._written(plan, k, v)
             )

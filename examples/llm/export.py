@@ -1,0 +1,167 @@
+"""Exports a causal language model to a ``.pte`` whose KV cache lies outside the program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.passes import MemoryPlanningPass
+
+from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, MLXPartitioner
+from executorch_mlx.backends.mlx.partitioner import NotDelegated
+from executorch_mlx.backends.mlx.passes import AttentionLayer, rewrite_attention
+
+MODEL_FILE = "model.pte"
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an export produced.
+
+    Attributes:
+        path: the program.
+        size_bytes: its size.
+        layers: the caches it needs, by layer id.
+        num_delegates: delegated subgraphs; one where everything runs on MLX.
+        not_delegated: calls left to ExecuTorch's own kernels, and why.
+        seconds: time per stage.
+    """
+
+    path: Path
+    size_bytes: int
+    layers: tuple[AttentionLayer, ...]
+    num_delegates: int
+    not_delegated: tuple[NotDelegated, ...]
+    seconds: dict[str, float]
+
+
+class FlatCausalLM(torch.nn.Module):
+    """A causal language model as a function of one flat step: tokens of any number of sequences on one axis."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, position: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
+        """Run one step.
+
+        Args:
+            input_ids: int64 [1, n].
+            position: int64 [n], each token's position in its own sequence.
+            logits_rows: int64 [m], the tokens whose logits are wanted.
+
+        Returns:
+            float32 [1, m, vocabulary].
+        """
+        out = self.model(
+            input_ids, position_ids=position.unsqueeze(0), use_cache=False, logits_to_keep=logits_rows
+        )
+        logits: torch.Tensor = out.logits
+        return logits.float()
+
+
+def export_model(
+    model: torch.nn.Module,
+    output_dir: str | Path,
+    *,
+    max_context: int | None = None,
+    max_step_tokens: int = 512,
+    backend_id: str = UPSTREAM_BACKEND_ID,
+    progress: Progress = lambda stage: None,
+) -> Report:
+    """Export a Hugging Face causal language model.
+
+    Args:
+        model: in evaluation mode, loaded with ``attn_implementation="sdpa"``, in the dtype to export.
+        output_dir: where ``model.pte`` is written.
+        max_context: longest sequence; None takes the model's own limit.
+        max_step_tokens: most tokens in one step (a prompt is fed in chunks of this size).
+        backend_id: see ``MLXPartitioner``.
+        progress: called with the name of each stage as it begins.
+
+    Raises:
+        AttentionNotRewritableError: an attention of the model cannot be served by a cache outside the program.
+        ValueError: a limit is out of range.
+    """
+    config: Any = model.config
+    trained_context = int(getattr(config, "max_position_embeddings", 0) or max_context or 0)
+    context = max_context or trained_context
+    for name, value in (("max_context", context), ("max_step_tokens", max_step_tokens)):
+        if value < 2:
+            raise ValueError(f"{name}: expected 2 or more, got {value}")
+    step = min(max_step_tokens, context)
+    seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        progress(name)
+        start = time.perf_counter()
+        yield
+        seconds[name] = time.perf_counter() - start
+
+    with stage("trace"), torch.no_grad():
+        traced = _trace(model, step)
+    with stage("rewrite attention"):
+        rewritten = rewrite_attention(traced, position="position")
+    partitioner = MLXPartitioner(backend_id=backend_id)
+    with stage("lower"):
+        lowered = to_edge_transform_and_lower(
+            {"forward": rewritten.program},
+            partitioner={"forward": [partitioner]},
+            constant_methods=_constant_methods(rewritten.layers, context, step, int(config.vocab_size)),
+            # ExecuTorch's verifier re-traces the graph after each pass; the delegate's own verifier checks the result.
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+    path = Path(output_dir) / MODEL_FILE
+    with stage("write"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Inputs and outputs are used where they lie; planned ones would be copied in and out.
+        planning = MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False)
+        program = lowered.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning))
+        with path.open("wb") as file:
+            program.write_to_file(file)
+    delegates = [node for node in lowered.exported_program("forward").graph.nodes if node.op == "get_attr"]
+    return Report(
+        path=path,
+        size_bytes=path.stat().st_size,
+        layers=rewritten.layers,
+        num_delegates=len(delegates),
+        not_delegated=tuple(partitioner.not_delegated),
+        seconds=seconds,
+    )
+
+
+def _trace(model: torch.nn.Module, step: int) -> torch.export.ExportedProgram:
+    # An example size of 1 would make the axis static.
+    example = (torch.zeros(1, 3, dtype=torch.long), torch.arange(3), torch.arange(2))
+    tokens, rows = torch.export.Dim("n", min=1, max=step), torch.export.Dim("m", min=1, max=step)
+    return torch.export.export(
+        FlatCausalLM(model),
+        example,
+        dynamic_shapes={"input_ids": {1: tokens}, "position": {0: tokens}, "logits_rows": {0: rows}},
+        strict=False,
+    )
+
+
+def _constant_methods(
+    layers: tuple[AttentionLayer, ...], max_context: int, step: int, vocab_size: int
+) -> dict[str, Any]:
+    """What a runner needs to know to build the caches; names as in ExecuTorch's own exporter, where it has them."""
+    return {
+        "get_n_caches": len(layers),
+        "get_kv_heads": [layer.n_kv_heads for layer in layers],
+        "get_head_dims": [layer.head_dim for layer in layers],
+        "get_v_head_dims": [layer.v_head_dim for layer in layers],
+        "get_windows": [layer.window or 0 for layer in layers],
+        "get_prefill_chunk_size": step,
+        "get_max_ctx_len": max_context,
+        "get_vocab_size": vocab_size,
+    }
