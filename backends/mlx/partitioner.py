@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ from torch.fx import Node
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from .identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
-from .lowering.rows import ROWS, name_of, refusal
+from .lowering.rows import name_of, refusal
+from .passes import FUSIONS
 from .preprocess import BACKENDS
 
 logger = logging.getLogger("executorch_mlx")
@@ -61,14 +63,24 @@ class MLXPartitioner(Partitioner):
         self._spec = DelegationSpec(BACKENDS[backend_id].__name__, [])
         self.not_delegated: list[NotDelegated] = []
 
+    def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
+        """Fuse early: every node that is gone spares ExecuTorch a dozen re-tracings of it."""
+        program = exported_program._update(
+            copy.deepcopy(exported_program.graph_module),
+            copy.deepcopy(exported_program.graph_signature),
+            constants=dict(exported_program.constants),
+        )
+        for fuse in FUSIONS:
+            fuse(program)
+        return program
+
     def ops_to_not_decompose(
         self, ep: ExportedProgram
     ) -> tuple[list[torch._ops.OpOverload], Callable[[Node], bool] | None]:
-        """Return the operators to keep whole: those that say so, where every call of theirs can be lowered."""
+        """Return the operators to keep whole: those whose every call can be lowered as it is."""
         kept: dict[Any, bool] = {}
         for node in _calls(ep):
-            row = ROWS.get(name_of(node))
-            if row is not None and row.keep:
+            if isinstance(node.target, torch._ops.OpOverload):
                 kept[node.target] = kept.get(node.target, True) and refusal(node) is None
         return [target for target, is_lowered in kept.items() if is_lowered], None
 

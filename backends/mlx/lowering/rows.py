@@ -32,12 +32,10 @@ class Row:
     Attributes:
         lower: emits the node's instructions.
         check: returns why a node cannot be lowered, or None.
-        keep: the operator is to reach the delegate whole; ExecuTorch would decompose it.
     """
 
     lower: Lower
     check: Check = _no_objection
-    keep: bool = False
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -66,13 +64,13 @@ def _rank(node: Node) -> int:
 # -- row makers ---------------------------------------------------------------
 
 
-def _unary(kind: str, *, keep: bool = False) -> Row:
+def _unary(kind: str) -> Row:
     def lower(builder: GraphBuilder, node: Node) -> None:
         # torch computes transcendental functions of integers in floating point.
         x = builder.cast(node.args[0], _dtype(node.args[0]), _dtype(node))
         builder.emit(kind, x=x, out=builder.write(node))
 
-    return Row(lower, keep=keep)
+    return Row(lower)
 
 
 def _operand(builder: GraphBuilder, value: Any, dtype: torch.dtype) -> Any:
@@ -561,8 +559,8 @@ ROWS: dict[str, Row] = {
             "tanh": "TanhNode",
         }.items()
     },
-    "aten.silu.default": _unary("SiluNode", keep=True),
-    "aten.gelu.default": Row(_gelu, keep=True),
+    "aten.silu.default": _unary("SiluNode"),
+    "aten.gelu.default": Row(_gelu),
     # elementwise, two operands
     **{f"aten.add.{overload}": _binary("AddNode") for overload in ("Tensor", "Scalar")},
     **{f"aten.sub.{overload}": _binary("SubtractNode") for overload in ("Tensor", "Scalar")},
@@ -599,7 +597,7 @@ ROWS: dict[str, Row] = {
     "aten.any.dim": _reduction("AnyNode"),
     "aten.argmax.default": Row(_argmax, _check_argmax),
     "aten._softmax.default": Row(_softmax),
-    "aten.softmax.int": Row(_softmax, keep=True),
+    "aten.softmax.int": Row(_softmax),
     # shapes
     **{f"aten.{name}.default": Row(_view) for name in ("view", "view_copy", "_unsafe_view", "reshape")},
     **{f"aten.{name}.default": Row(_permute) for name in ("permute", "permute_copy")},
@@ -634,18 +632,18 @@ ROWS: dict[str, Row] = {
     },
     # indexing
     "aten.embedding.default": Row(_embedding),
-    "aten.index_select.default": Row(_index_select, keep=True),
+    "aten.index_select.default": Row(_index_select),
     "aten.index.Tensor": Row(_index, _check_index),
     "aten.gather.default": Row(_gather),
     # the model's heavy parts
-    "aten.linear.default": Row(_linear, keep=True),
-    "aten.matmul.default": Row(_matmul, keep=True),
+    "aten.linear.default": Row(_linear),
+    "aten.matmul.default": Row(_matmul),
     "aten.mm.default": Row(_matmul),
     "aten.bmm.default": Row(_matmul),
     "aten.addmm.default": Row(_addmm),
-    "aten.layer_norm.default": Row(_layer_norm, _check_norm, keep=True),
-    "aten.rms_norm.default": Row(_rms_norm, _check_norm, keep=True),
-    "aten.scaled_dot_product_attention.default": Row(_sdpa, _check_sdpa, keep=True),
+    "aten.layer_norm.default": Row(_layer_norm, _check_norm),
+    "aten.rms_norm.default": Row(_rms_norm, _check_norm),
+    "aten.scaled_dot_product_attention.default": Row(_sdpa, _check_sdpa),
     "executorch_mlx.rope.default": Row(_rope),
     "executorch_mlx.update_and_attend.default": Row(_update_and_attend),
     "kvcache.update_and_attend.default": Row(_update_and_attend),
