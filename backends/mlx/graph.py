@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
@@ -55,6 +56,18 @@ def ancestors(node: Node) -> Iterator[Node]:
         new = [parent for parent in current.all_input_nodes if parent not in seen]
         seen.update(new)
         pending += new
+
+
+def replace(program: ExportedProgram, old: Node, target: Any, args: tuple[Any, ...]) -> Node:
+    """Put a call of ``target`` in a node's place, as a program's output too, and return it."""
+    graph = old.graph
+    with graph.inserting_before(old):
+        new = graph.call_function(target, args)
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    program.graph_signature.replace_all_uses(old.name, new.name)
+    graph.erase_node(old)
+    return new
 
 
 def remove_dead_code(module: GraphModule) -> None:

@@ -530,6 +530,10 @@ def _full_like(builder: GraphBuilder, node: Node) -> None:
     )
 
 
+def _scalar_tensor(builder: GraphBuilder, node: Node) -> None:
+    builder.alias(node, _operand(builder, node.args[0], _dtype(node)))
+
+
 def _float_or_slot(value: Any) -> Any:
     return float(value) if isinstance(value, (int, float)) else value
 
@@ -652,6 +656,7 @@ ROWS: dict[str, Row] = {
     "aten.arange.start_step": Row(_arange, _check_arange),
     "aten.full.default": Row(_full),
     "aten.full_like.default": Row(_full_like),
+    "aten.scalar_tensor.default": Row(_scalar_tensor),
     # symbolic integers
     "aten.sym_size.int": Row(_sym_size),
     "add": _symbolic("AddIntNode"),

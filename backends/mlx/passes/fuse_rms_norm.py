@@ -18,23 +18,19 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from ..graph import aten, is_call, remove_dead_code, shape_of, through_casts
+from ..graph import aten, is_call, remove_dead_code, replace, shape_of, through_casts
 from .evaluate import constants_of
 
 
 def fuse_rms_norm(program: ExportedProgram) -> None:
     """Replace each match, in place."""
-    graph = program.graph_module.graph
     constants = constants_of(program)
-    for node in list(graph.nodes):
+    for node in list(program.graph.nodes):
         match = _match(node, constants)
         if match is None:
             continue
         x, weight, eps = match
-        with graph.inserting_before(node):
-            fused = graph.call_function(aten.rms_norm.default, (x, [shape_of(x)[-1]], weight, eps))
-        fused.meta = dict(node.meta)
-        node.replace_all_uses_with(fused)
+        replace(program, node, aten.rms_norm.default, (x, [shape_of(x)[-1]], weight, eps))
     remove_dead_code(program.graph_module)
 
 

@@ -14,6 +14,7 @@ times one row of frequencies, repeated in both halves, and cos and sin must be u
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from .evaluate import NotEvaluableError, constants_of, evaluate
-from ..graph import ancestors, aten, is_call, remove_dead_code, shape_of, through_casts
+from ..graph import ancestors, aten, is_call, remove_dead_code, replace, shape_of, through_casts
 
 _SHAPES = (aten.unsqueeze.default, aten.unsqueeze_copy.default, aten.view.default, aten.view_copy.default)
 _PROBED = (0, 1, 2, 3, 17, 1000)
@@ -61,8 +62,7 @@ class _Angles:
 def fuse_rope(program: ExportedProgram) -> None:
     """Replace each match, in place; the frequencies become lifted constants of the program."""
     tables = _Tables(program)
-    graph = program.graph_module.graph
-    for node in list(graph.nodes):
+    for node in list(program.graph.nodes):
         match = _match(node)
         if match is None:
             continue
@@ -70,11 +70,7 @@ def fuse_rope(program: ExportedProgram) -> None:
         angles = tables.angles(cos, sin)
         if angles is None or shape_of(x)[-1] != 2 * len(angles.inverse_frequencies):
             continue
-        freqs = tables.constant(angles)
-        with graph.inserting_before(node):
-            fused = graph.call_function(rope._opoverload, (x, angles.position, freqs))
-        fused.meta = dict(node.meta)
-        node.replace_all_uses_with(fused)
+        replace(program, node, rope._opoverload, (x, angles.position, tables.constant(angles)))
     remove_dead_code(program.graph_module)
 
 
@@ -150,32 +146,23 @@ class _Tables:
         if any(value.numel() != value.shape[-1] * len(_PROBED) for value in values):
             return None
         tables = [value.reshape(len(_PROBED), -1) for value in values]
-        return self._recognised(position, *tables, dtype=cos.meta["val"].dtype)
-
-    def _recognised(
-        self, position: Node, cos: torch.Tensor, sin: torch.Tensor, *, dtype: torch.dtype
-    ) -> _Angles | None:
-        """Take the frequencies from position 1 (angles there are at most 1) and check all other positions."""
-        half = cos.shape[-1] // 2
-        frequencies = self._frequencies(half, cos, sin)
-        if frequencies is None:
-            return None
-        angles = torch.tensor(_PROBED, dtype=torch.float32)[:, None] * frequencies
-        expected = [torch.cat([table, table], dim=-1).to(dtype).float() for table in (angles.cos(), angles.sin())]
-        if not all(torch.equal(table, wanted) for table, wanted in zip((cos, sin), expected, strict=True)):
-            return None
-        return _Angles(position, frequencies)
-
-    def _frequencies(self, half: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-        """Find the constant that holds the inverse frequencies: a float vector of D/2 whose angles at 1 match."""
-        for value in self._constants.values():
-            if isinstance(value, torch.Tensor) and value.numel() == half and value.is_floating_point():
-                candidate = value.detach().float().reshape(-1)
-                if torch.allclose(candidate.cos(), cos[1, :half], atol=1e-2) and torch.allclose(
-                    candidate.sin(), sin[1, :half], atol=1e-2
-                ):
-                    return candidate
+        dtype = cos.meta["val"].dtype
+        for frequencies in self._candidates(cos, tables[0].shape[-1] // 2):
+            angles = torch.tensor(_PROBED, dtype=torch.float32)[:, None] * frequencies
+            expected = [torch.cat([table, table], dim=-1).to(dtype).float() for table in (angles.cos(), angles.sin())]
+            if all(torch.equal(table, wanted) for table, wanted in zip(tables, expected, strict=True)):
+                return _Angles(position, frequencies)
         return None
+
+    def _candidates(self, cos: Node, half: int) -> Iterator[torch.Tensor]:
+        """Yield what could be the inverse frequencies: each vector of D/2 in the table's graph that is constant."""
+        for node in ancestors(cos):
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.numel() == half and value.is_floating_point():
+                try:
+                    yield evaluate(node, self._constants).detach().float().reshape(-1)
+                except NotEvaluableError:
+                    continue
 
     def constant(self, angles: _Angles) -> Node:
         """Return a placeholder for the reciprocal frequencies, lifted into the program once."""

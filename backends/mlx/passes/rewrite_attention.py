@@ -27,7 +27,7 @@ from torch.fx import Node
 from executorch_mlx.extension.llm.cache.op import update_and_attend
 
 from .evaluate import NotEvaluableError, constants_of, evaluate
-from ..graph import ancestors, aten, is_call, module_of, remove_dead_code, shape_of, through_casts
+from ..graph import ancestors, aten, is_call, module_of, remove_dead_code, replace, shape_of, through_casts
 
 POSITION_NAMES = ("position", "positions", "position_ids", "input_pos", "cache_position")
 
@@ -117,7 +117,9 @@ def rewrite_attention(program: ExportedProgram, position: str | None = None) -> 
                 f"it shares keys and values with {layers[layer_id].module}, but their windows differ"
                 f" ({layers[layer_id].window} and {window})",
             )
-        _replace(call, attention, flat_position, layer_id)
+        operands = (attention.q, attention.k, attention.v, flat_position)
+        arguments = (*operands, layer_id, attention.scale, attention.out_dtype)
+        _allow_copies(replace(program, call, update_and_attend._opoverload, arguments))
     remove_dead_code(module)
     if all(is_call(user, update_and_attend._opoverload) for user in flat_position.users) and (
         flat_position is position_node or len(position_node.users) == 1
@@ -189,19 +191,6 @@ def _unrepeated(node: Node) -> Node:
             if is_call(source, aten.unsqueeze.default) and source.args[1] == 2 and len(shape_of(source)) == 5:
                 return source.args[0]
     return node
-
-
-def _replace(call: Node, attention: _Attention, position: Node, layer_id: int) -> None:
-    graph = call.graph
-    with graph.inserting_before(call):
-        new = graph.call_function(
-            update_and_attend._opoverload,
-            (attention.q, attention.k, attention.v, position, layer_id, attention.scale, attention.out_dtype),
-        )
-    new.meta = dict(call.meta)
-    call.replace_all_uses_with(new)
-    graph.erase_node(call)
-    _allow_copies(new)
 
 
 def _allow_copies(attention: Node) -> None:

@@ -23,21 +23,22 @@ HEADER_BYTES = 24
 # FlatBuffers' own description of schemas (reflection.fbs), as far as it is read here.
 _REFLECTION = """
 namespace reflection;
-enum BaseType : byte { None, UType, Bool, Byte, UByte, Short, UShort, Int, UInt, Long, ULong, Float, Double, String,
-    Vector, Obj, Union, Array, Vector64 }
+enum BaseType : byte { None, UType, Bool, Byte, UByte, Short, UShort, Int, UInt, Long, ULong, Float, Double,
+    String, Vector, Obj, Union, Array, Vector64 }
 table Type { base_type: BaseType; element: BaseType = None; index: int = -1; fixed_length: uint16 = 0;
     base_size: uint = 4; element_size: uint = 0; }
 table KeyValue { key: string (required, key); value: string; }
 table EnumVal { name: string (required); value: long (key); object: Object (deprecated); union_type: Type;
     documentation: [string]; attributes: [KeyValue]; }
 table Enum { name: string (required, key); values: [EnumVal] (required); is_union: bool = false;
-    underlying_type: Type (required); attributes: [KeyValue]; documentation: [string]; declaration_file: string; }
+    underlying_type: Type (required); attributes: [KeyValue]; documentation: [string];
+    declaration_file: string; }
 table Field { name: string (required, key); type: Type (required); id: ushort; offset: ushort;
     default_integer: long = 0; default_real: double = 0.0; deprecated: bool = false; required: bool = false;
     key: bool = false; attributes: [KeyValue]; documentation: [string]; optional: bool = false;
     padding: uint16 = 0; offset64: bool = false; }
-table Object { name: string (required, key); fields: [Field] (required); is_struct: bool = false; minalign: int;
-    bytesize: int; attributes: [KeyValue]; documentation: [string]; declaration_file: string; }
+table Object { name: string (required, key); fields: [Field] (required); is_struct: bool = false;
+    minalign: int; bytesize: int; attributes: [KeyValue]; documentation: [string]; declaration_file: string; }
 table Schema { objects: [Object] (required); enums: [Enum] (required); file_ident: string; file_ext: string;
     root_table: Object; }
 root_type Schema;
@@ -120,7 +121,9 @@ def as_json(type_name: str, value: Any) -> Any:
     for row in FIELDS[type_name]:
         item = getattr(value, row.name)
         if item is not None:
-            form[row.name] = [as_json(row.type, one) for one in item] if row.is_vector else as_json(row.type, item)
+            form[row.name] = (
+                [as_json(row.type, one) for one in item] if row.is_vector else as_json(row.type, item)
+            )
     return form
 
 
@@ -143,6 +146,8 @@ def object_as_json(type_name: str, value: Any) -> Any:
         item = getattr(value, camel(row.name))
         if item is not None:
             form[row.name] = (
-                [object_as_json(row.type, one) for one in item] if row.is_vector else object_as_json(row.type, item)
+                [object_as_json(row.type, one) for one in item]
+                if row.is_vector
+                else object_as_json(row.type, item)
             )
     return form

@@ -238,7 +238,9 @@ class TestInstructions:
         with pytest.raises(ProgramError, match="Instruction lacks its field 'op'"):
             read_payload(payload)
 
-    @pytest.mark.parametrize("kind", [kind for kind in NODE_KINDS if any(row.required for row in FIELDS[kind])])
+    @pytest.mark.parametrize(
+        "kind", [kind for kind in NODE_KINDS if any(row.required for row in FIELDS[kind])]
+    )
     def test_an_absent_required_field_is_refused_by_name(self, kind: str) -> None:
         first = next(row.name for row in FIELDS[kind] if row.required)
         payload = graph_by_hand(
@@ -249,7 +251,9 @@ class TestInstructions:
 
     def test_each_required_field_is_missed_by_name(self) -> None:
         for kind in NODE_KINDS:
-            payload = write_payload(Graph(instruction_chains=[InstructionChain([filled_node(kind, "slots")])]))
+            payload = write_payload(
+                Graph(instruction_chains=[InstructionChain([filled_node(kind, "slots")])])
+            )
             for row in FIELDS[kind]:
                 if row.required:
                     with pytest.raises(ProgramError, match=f"{kind} lacks its field '{row.name}'"):
@@ -281,7 +285,9 @@ def without_field(payload: bytes, kind: str, number: int) -> bytes:
 @pytest.mark.parametrize(
     ("root", "message"),
     [
-        pytest.param(lambda builder: table(builder), "MLXGraph lacks its field 'instruction_chains'", id="graph"),
+        pytest.param(
+            lambda builder: table(builder), "MLXGraph lacks its field 'instruction_chains'", id="graph"
+        ),
         pytest.param(
             lambda builder: table(builder, {CHAINS: vector(builder, [table(builder)])}),
             "InstructionChain lacks its field 'instructions'",
@@ -334,7 +340,7 @@ class TestSlots:
 
 def test_a_text_that_is_not_utf8_is_refused() -> None:
     payload = write_payload(Graph(version="version"))
-    with pytest.raises(ProgramError, match="damaged: .*utf-8"):
+    with pytest.raises(ProgramError, match=r"damaged: .*utf-8"):
         read_payload(payload.replace(b"version", b"vers\xffon"))
 
 
@@ -345,11 +351,15 @@ def vector_places() -> Iterator[tuple[str, bytes, int]]:
         "tables": Graph(output_map=[SlotVariant(1)] * length),
         "tables that may be absent": Graph(tensor_meta=[None] * length),
         "scalars": Graph(
-            instruction_chains=[InstructionChain([make_node("SumNode", x=Tid(9), out=Tid(9), axes=[9] * length)])]
+            instruction_chains=[
+                InstructionChain([make_node("SumNode", x=Tid(9), out=Tid(9), axes=[9] * length)])
+            ]
         ),
         "bytes": Graph(tensor_meta=[TensorMeta([], dim_order=[9] * length)]),
         "slots": Graph(
-            instruction_chains=[InstructionChain([make_node("StackNode", tensors=[Tid(9)] * length, out=Tid(9))])]
+            instruction_chains=[
+                InstructionChain([make_node("StackNode", tensors=[Tid(9)] * length, out=Tid(9))])
+            ]
         ),
         "text": Graph(version="x" * length),
     }
@@ -365,12 +375,14 @@ def vector_places() -> Iterator[tuple[str, bytes, int]]:
 
 
 @pytest.mark.parametrize("length", [2**32 - 1, 2**31, 2**20])
-@pytest.mark.parametrize(("payload", "place"), [pytest.param(*rest, id=name) for name, *rest in vector_places()])
+@pytest.mark.parametrize(
+    ("payload", "place"), [pytest.param(*rest, id=name) for name, *rest in vector_places()]
+)
 def test_a_vector_longer_than_the_payload_is_refused_before_it_is_read(
     payload: bytes, place: int, length: int
 ) -> None:
     damaged = payload[:place] + struct.pack("<I", length) + payload[place + 4 :]
-    with call_budget(2_000), pytest.raises(ProgramError, match="tables overlap|claims"):
+    with call_budget(2_000), pytest.raises(ProgramError, match=r"tables overlap|claims"):
         read_payload(damaged)
 
 
@@ -448,7 +460,7 @@ class TestOverlap:
         assert sum(distinct.values()) <= 4 * len(payload)
 
     def test_a_large_good_graph_is_not_taken_for_one(self) -> None:
-        """Small tables in numbers: what a vector and its tables cost has to stay below the bytes they take."""
+        """Small tables in numbers: what they cost has to stay below the bytes they take."""
         nodes = [make_node("NoopNode"), make_node("TileNode", x=Tid(0), out=Tid(0), reps=[0] * 500)]
         graph = Graph(
             instruction_chains=[InstructionChain(nodes * 20), *[InstructionChain([])] * 500],

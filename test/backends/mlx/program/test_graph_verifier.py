@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +42,7 @@ INT_VALUE = int(SlotType.IntValueSlot)
 
 
 def good_graph() -> Graph:
-    """Two constants, two inputs and a value, an output, a buffer; a branch and a scan; buffers set up by a chain."""
+    """A graph of every sort of slot, with a branch, a scan and a chain that sets up the buffer."""
     main = [
         make_node("AddNode", a=CONSTANT, b=INPUT, out=TEMP),
         make_node("SymSizeNode", a=INPUT, dim=0, out=LENGTH),
@@ -54,7 +55,9 @@ def good_graph() -> Graph:
             carry=[BUFFER],
             body_chain_idx=BODY,
         ),
-        make_node("SliceUpdateNode", dst=BUFFER, update=STEP_OUTPUT, out=BUFFER, axis=0, start=0, stop=LENGTH),
+        make_node(
+            "SliceUpdateNode", dst=BUFFER, update=STEP_OUTPUT, out=BUFFER, axis=0, start=0, stop=LENGTH
+        ),
     ]
     return Graph(
         "1",
@@ -139,13 +142,25 @@ def only_named(*named: NamedSlot) -> Callable[[Graph], None]:
 REFUSED = [
     ("version absent", setting(version=None), r"version: expected '1', got None"),
     ("version empty", setting(version=""), r"version: expected '1', got ''"),
-    ("version of another format", setting(version="2"), r"version: expected '1', got '2'.*matching ExecuTorch"),
+    (
+        "version of another format",
+        setting(version="2"),
+        r"version: expected '1', got '2'.*matching ExecuTorch",
+    ),
     # Counts
-    ("temporaries too many", setting(num_temp_tensors=MAX_SLOTS), rf"\d+ tensors and 2 values: at most {MAX_SLOTS}"),
+    (
+        "temporaries too many",
+        setting(num_temp_tensors=MAX_SLOTS),
+        rf"\d+ tensors and 2 values: at most {MAX_SLOTS}",
+    ),
     ("values too many", setting(num_values=MAX_SLOTS + 1), rf"9 tensors and {MAX_SLOTS + 1} values: at most"),
     ("values by far too many", setting(num_values=2**32 - 1), r"and 4294967295 values: at most"),
     ("inputs by far too many", setting(num_input_tensors=2**32 - 1), r"4294967302 tensors and 2 values"),
-    ("no temporaries", setting(num_temp_tensors=0), r"chain 0, instruction 0 \(AddNode\) names Tid\(idx=6\), there are 6"),
+    (
+        "no temporaries",
+        setting(num_temp_tensors=0),
+        r"chain 0, instruction 0 \(AddNode\) names Tid\(idx=6\), there are 6",
+    ),
     ("no values", setting(num_values=0), r"input 2 names slot 1 of 0 values"),
     # Metadata
     ("a constant not described", setting(num_constant_tensors=3), r"metadata: expected 7 entries .*, got 6"),
@@ -156,28 +171,84 @@ REFUSED = [
     ("scalar type unknown", meta(0, TensorMeta([], 8)), r"tensor 0: unknown scalar type 8"),
     ("scalar type negative", meta(2, TensorMeta([], -1)), r"tensor 2: unknown scalar type -1"),
     ("scalar type of an output unknown", meta(4, TensorMeta([], 99)), r"tensor 4: unknown scalar type 99"),
-    ("constant dynamic", meta(1, TensorMeta([ShapeDim(4), ShapeDim(-1)], 6)), r"tensor 1: .*static shape, got \(4, -1\)"),
+    (
+        "constant dynamic",
+        meta(1, TensorMeta([ShapeDim(4), ShapeDim(-1)], 6)),
+        r"tensor 1: .*static shape, got \(4, -1\)",
+    ),
     ("buffer dynamic", meta(5, TensorMeta([ShapeDim()], 6)), r"tensor 5: .*static shape, got \(-1,\)"),
     ("dimension negative", meta(0, TensorMeta([ShapeDim(-7)], 6)), r"tensor 0: .*static shape, got \(-7,\)"),
     ("constant huge", meta(0, TensorMeta([ShapeDim(2**31 - 1)] * 2, 6)), r"tensor 0: shape .* is too large"),
-    ("constant huge in sixteen dimensions", meta(0, TensorMeta([ShapeDim(2**31 - 1)] * 16, 0)), r"tensor 0: .*too large"),
-    ("rank too large", meta(2, TensorMeta([ShapeDim(1)] * (MAX_RANK + 1), 6)), rf"tensor 2: rank {MAX_RANK + 1}, at most"),
+    (
+        "constant huge in sixteen dimensions",
+        meta(0, TensorMeta([ShapeDim(2**31 - 1)] * 16, 0)),
+        r"tensor 0: .*too large",
+    ),
+    (
+        "rank too large",
+        meta(2, TensorMeta([ShapeDim(1)] * (MAX_RANK + 1), 6)),
+        rf"tensor 2: rank {MAX_RANK + 1}, at most",
+    ),
     # Maps
-    ("input to a constant", appending("input_map", SlotVariant(0)), r"input 3 goes to tensor 0, inputs are 2\.\.3"),
-    ("input to an output", appending("input_map", SlotVariant(4)), r"input 3 goes to tensor 4, inputs are 2\.\.3"),
+    (
+        "input to a constant",
+        appending("input_map", SlotVariant(0)),
+        r"input 3 goes to tensor 0, inputs are 2\.\.3",
+    ),
+    (
+        "input to an output",
+        appending("input_map", SlotVariant(4)),
+        r"input 3 goes to tensor 4, inputs are 2\.\.3",
+    ),
     ("input to no tensor", appending("input_map", SlotVariant(9)), r"input 3 names slot 9 of 9 tensors"),
-    ("input to no value", appending("input_map", SlotVariant(2, INT_VALUE)), r"input 3 names slot 2 of 2 values"),
+    (
+        "input to no value",
+        appending("input_map", SlotVariant(2, INT_VALUE)),
+        r"input 3 names slot 2 of 2 values",
+    ),
     ("input of no type", appending("input_map", SlotVariant(2, 4)), r"input 3 names slot 2"),
     ("input of a negative type", appending("input_map", SlotVariant(1, -1)), r"input 3 names slot 1"),
-    ("output from no tensor", appending("output_map", SlotVariant(2**32 - 1)), r"output 2 names slot 4294967295 of 9 tensors"),
-    ("output from no value", appending("output_map", SlotVariant(7, 3)), r"output 2 names slot 7 of 2 values"),
-    ("buffer that is an input", appending("mutable_buffer_map", SlotVariant(2)), r"mutable buffer 1 is tensor 2, buffers are 5\.\.5"),
-    ("buffer that is a value", appending("mutable_buffer_map", SlotVariant(0, 1)), r"mutable buffer 1 is tensor 0"),
-    ("buffer out of range", appending("mutable_buffer_map", SlotVariant(9)), r"mutable buffer 1 names slot 9 of 9"),
-    ("name of no tensor", appending("named_slots", NamedSlot("x", SlotVariant(9))), r"the name 'x' names slot 9 of 9"),
-    ("name of no type", appending("named_slots", NamedSlot("x", SlotVariant(0, 9))), r"the name 'x' names slot 0"),
+    (
+        "output from no tensor",
+        appending("output_map", SlotVariant(2**32 - 1)),
+        r"output 2 names slot 4294967295 of 9 tensors",
+    ),
+    (
+        "output from no value",
+        appending("output_map", SlotVariant(7, 3)),
+        r"output 2 names slot 7 of 2 values",
+    ),
+    (
+        "buffer that is an input",
+        appending("mutable_buffer_map", SlotVariant(2)),
+        r"mutable buffer 1 is tensor 2, buffers are 5\.\.5",
+    ),
+    (
+        "buffer that is a value",
+        appending("mutable_buffer_map", SlotVariant(0, 1)),
+        r"mutable buffer 1 is tensor 0",
+    ),
+    (
+        "buffer out of range",
+        appending("mutable_buffer_map", SlotVariant(9)),
+        r"mutable buffer 1 names slot 9 of 9",
+    ),
+    (
+        "name of no tensor",
+        appending("named_slots", NamedSlot("x", SlotVariant(9))),
+        r"the name 'x' names slot 9 of 9",
+    ),
+    (
+        "name of no type",
+        appending("named_slots", NamedSlot("x", SlotVariant(0, 9))),
+        r"the name 'x' names slot 0",
+    ),
     ("no constant named", only_named(), r"2 constants, of which 0 are named"),
-    ("one constant not named", only_named(NamedSlot("w", SlotVariant(0))), r"2 constants, of which 1 are named"),
+    (
+        "one constant not named",
+        only_named(NamedSlot("w", SlotVariant(0))),
+        r"2 constants, of which 1 are named",
+    ),
     (
         "one constant named twice instead of the other",
         only_named(NamedSlot("w", SlotVariant(0)), NamedSlot("v", SlotVariant(0))),
@@ -189,26 +260,88 @@ REFUSED = [
         r"2 constants, of which 1 are named",
     ),
     # Order
-    ("temporary read before it is written", inserting(MAIN, 0, make_node("NegNode", x=TEMP, out=TEMP)), r"chain 0, instruction 0 \(NegNode\): x reads Tid\(idx=6\), which nothing has written"),
-    ("output read before it is written", inserting(MAIN, 0, make_node("NegNode", x=OUTPUT, out=TEMP)), r"x reads Tid\(idx=4\)"),
-    ("value read before it is written", inserting(MAIN, 0, make_node("ARangeNode", out=TEMP, start=0, stop=LENGTH, step=1)), r"stop reads Vid\(idx=0\)"),
-    ("input that nothing is mapped to", setting(input_map=[SlotVariant(2), SlotVariant(1, INT_VALUE)]), r"originals reads Tid\(idx=3\)"),
-    ("condition that nothing has written", setting(input_map=[SlotVariant(2), SlotVariant(3)]), r"\(IfNode\): cond reads Vid\(idx=1\)"),
-    ("input read by the chain that runs first", inserting(INIT, 0, make_node("NegNode", x=INPUT, out=BUFFER)), r"chain 4, instruction 0 \(NegNode\): x reads Tid\(idx=2\)"),
-    ("branch that reads what nothing has written", inserting(THEN, 0, make_node("NegNode", x=SLICE, out=OUTPUT)), r"chain 1, instruction 0 \(NegNode\): x reads Tid\(idx=7\)"),
-    ("body that reads its own output", instruction(BODY, 0, a=STEP_OUTPUT), r"chain 3, instruction 0 \(AddNode\): a reads Tid\(idx=8\)"),
+    (
+        "temporary read before it is written",
+        inserting(MAIN, 0, make_node("NegNode", x=TEMP, out=TEMP)),
+        r"chain 0, instruction 0 \(NegNode\): x reads Tid\(idx=6\), which nothing has written",
+    ),
+    (
+        "output read before it is written",
+        inserting(MAIN, 0, make_node("NegNode", x=OUTPUT, out=TEMP)),
+        r"x reads Tid\(idx=4\)",
+    ),
+    (
+        "value read before it is written",
+        inserting(MAIN, 0, make_node("ARangeNode", out=TEMP, start=0, stop=LENGTH, step=1)),
+        r"stop reads Vid\(idx=0\)",
+    ),
+    (
+        "input that nothing is mapped to",
+        setting(input_map=[SlotVariant(2), SlotVariant(1, INT_VALUE)]),
+        r"originals reads Tid\(idx=3\)",
+    ),
+    (
+        "condition that nothing has written",
+        setting(input_map=[SlotVariant(2), SlotVariant(3)]),
+        r"\(IfNode\): cond reads Vid\(idx=1\)",
+    ),
+    (
+        "input read by the chain that runs first",
+        inserting(INIT, 0, make_node("NegNode", x=INPUT, out=BUFFER)),
+        r"chain 4, instruction 0 \(NegNode\): x reads Tid\(idx=2\)",
+    ),
+    (
+        "branch that reads what nothing has written",
+        inserting(THEN, 0, make_node("NegNode", x=SLICE, out=OUTPUT)),
+        r"chain 1, instruction 0 \(NegNode\): x reads Tid\(idx=7\)",
+    ),
+    (
+        "body that reads its own output",
+        instruction(BODY, 0, a=STEP_OUTPUT),
+        r"chain 3, instruction 0 \(AddNode\): a reads Tid\(idx=8\)",
+    ),
     # Constants
-    ("constant written", inserting(MAIN, 0, make_node("IdCopyNode", x=INPUT, out=CONSTANT)), r"chain 0, instruction 0 \(IdCopyNode\) writes constant 0"),
-    ("constant written in a list", inserting(MAIN, 0, make_node("SplitNode", x=INPUT, outs=[TEMP, SECOND_CONSTANT], sizes=[1, 2], axis=0)), r"\(SplitNode\) writes constant 1"),
-    ("constant written in a branch", instruction(ELSE, 0, out=CONSTANT), r"chain 2, instruction 0 \(NegNode\) writes constant 0"),
-    ("constant written in a body", instruction(BODY, 0, out=CONSTANT), r"chain 3, instruction 0 \(AddNode\) writes constant 0"),
+    (
+        "constant written",
+        inserting(MAIN, 0, make_node("IdCopyNode", x=INPUT, out=CONSTANT)),
+        r"chain 0, instruction 0 \(IdCopyNode\) writes constant 0",
+    ),
+    (
+        "constant written in a list",
+        inserting(
+            MAIN, 0, make_node("SplitNode", x=INPUT, outs=[TEMP, SECOND_CONSTANT], sizes=[1, 2], axis=0)
+        ),
+        r"\(SplitNode\) writes constant 1",
+    ),
+    (
+        "constant written in a branch",
+        instruction(ELSE, 0, out=CONSTANT),
+        r"chain 2, instruction 0 \(NegNode\) writes constant 0",
+    ),
+    (
+        "constant written in a body",
+        instruction(BODY, 0, out=CONSTANT),
+        r"chain 3, instruction 0 \(AddNode\) writes constant 0",
+    ),
     ("constant sliced into", instruction(MAIN, 3, sliced=[CONSTANT]), r"\(ScanNode\) writes constant 0"),
     ("constant stacked into", instruction(MAIN, 3, outputs=[CONSTANT]), r"\(ScanNode\) writes constant 0"),
     # Outputs
-    ("output never written", lambda graph: (emptying(THEN)(graph), emptying(ELSE)(graph)), r"output 0 \(slot 4\) is never written"),
+    (
+        "output never written",
+        lambda graph: (emptying(THEN)(graph), emptying(ELSE)(graph)),
+        r"output 0 \(slot 4\) is never written",
+    ),
     ("output written in one branch only", emptying(ELSE), r"output 0 \(slot 4\) is never written"),
     ("output written in the other branch only", emptying(THEN), r"output 0 \(slot 4\) is never written"),
-    ("output value never written", setting(output_map=[SlotVariant(4), SlotVariant(0, 1)], instruction_chains=[InstructionChain([make_node("IdCopyNode", x=INPUT, out=OUTPUT)])], init_chain_idx=-1), r"output 1 \(slot 0\) is never written"),
+    (
+        "output value never written",
+        setting(
+            output_map=[SlotVariant(4), SlotVariant(0, 1)],
+            instruction_chains=[InstructionChain([make_node("IdCopyNode", x=INPUT, out=OUTPUT)])],
+            init_chain_idx=-1,
+        ),
+        r"output 1 \(slot 0\) is never written",
+    ),
     # Chains
     ("no chains", setting(instruction_chains=[], init_chain_idx=-1), r"main chain 0 of 0"),
     ("main chain out of range", setting(main_chain_idx=5), r"main chain 5 of 5"),
@@ -216,7 +349,11 @@ REFUSED = [
     ("first chain out of range", setting(init_chain_idx=5), r"init chain 5 of 5"),
     ("first chain negative", setting(init_chain_idx=-2), r"init chain -2 of 5"),
     ("branch out of range", instruction(MAIN, 2, then_chain_idx=5), r"instruction 2 \(IfNode\) runs chain 5"),
-    ("other branch out of range", instruction(MAIN, 2, else_chain_idx=2**32 - 1), r"\(IfNode\) runs chain 4294967295"),
+    (
+        "other branch out of range",
+        instruction(MAIN, 2, else_chain_idx=2**32 - 1),
+        r"\(IfNode\) runs chain 4294967295",
+    ),
     ("body out of range", instruction(MAIN, 3, body_chain_idx=5), r"instruction 3 \(ScanNode\) runs chain 5"),
     ("body negative", instruction(MAIN, 3, body_chain_idx=-1), r"instruction 3 \(ScanNode\) runs chain -1"),
     ("chain that runs itself", inserting(MAIN, 0, run(MAIN)), r"instruction chain 0 runs itself"),
@@ -224,11 +361,27 @@ REFUSED = [
     ("body that runs itself", inserting(BODY, 0, run(BODY)), r"instruction chain 3 runs itself"),
     ("first chain that runs itself", inserting(INIT, 0, run(INIT)), r"instruction chain 4 runs itself"),
     # Scans
-    ("body that never writes its output", emptying(BODY), r"ScanNode: its body never writes \[Tid\(idx=8\)\]"),
-    ("body that writes another slot", instruction(BODY, 0, out=TEMP), r"ScanNode: its body never writes \[Tid\(idx=8\)\]"),
-    ("what only the body writes read after it", lambda graph: (instruction(MAIN, 3, outputs=[])(graph)), r"update reads Tid\(idx=8\), which nothing has written"),
-    ("carry that nothing has written", instruction(MAIN, 3, carry=[STEP_OUTPUT]), r"carry reads Tid\(idx=8\)"),
-]  # fmt: skip
+    (
+        "body that never writes its output",
+        emptying(BODY),
+        r"ScanNode: its body never writes \[Tid\(idx=8\)\]",
+    ),
+    (
+        "body that writes another slot",
+        instruction(BODY, 0, out=TEMP),
+        r"ScanNode: its body never writes \[Tid\(idx=8\)\]",
+    ),
+    (
+        "what only the body writes read after it",
+        lambda graph: instruction(MAIN, 3, outputs=[])(graph),
+        r"update reads Tid\(idx=8\), which nothing has written",
+    ),
+    (
+        "carry that nothing has written",
+        instruction(MAIN, 3, carry=[STEP_OUTPUT]),
+        r"carry reads Tid\(idx=8\)",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -247,25 +400,40 @@ def test_a_graph_that_cannot_run_is_refused_with_what_is_wrong(
 ACCEPTED = [
     ("as it is", lambda graph: None),
     ("nothing to run first", setting(init_chain_idx=-1)),
-    ("metadata of inputs and outputs absent", lambda graph: [meta(index, None)(graph) for index in (2, 3, 4)]),
+    (
+        "metadata of inputs and outputs absent",
+        lambda graph: [meta(index, None)(graph) for index in (2, 3, 4)],
+    ),
     ("input dynamic", meta(2, TensorMeta([ShapeDim(-1, 1, 64)], 6))),
     ("rank as large as may be", meta(0, TensorMeta([ShapeDim(1)] * MAX_RANK, 6))),
     ("constant of no elements", meta(0, TensorMeta([ShapeDim(0)], 6))),
     ("constant of no dimensions", meta(0, TensorMeta([], 6))),
-    ("constant as large as may be", meta(0, TensorMeta([ShapeDim(2**20), ShapeDim(MAX_TENSOR_BYTES >> 23)], 6))),
+    (
+        "constant as large as may be",
+        meta(0, TensorMeta([ShapeDim(2**20), ShapeDim(MAX_TENSOR_BYTES >> 23)], 6)),
+    ),
     ("as many values as may be", setting(num_values=MAX_SLOTS)),
     ("as many temporaries as may be", setting(num_temp_tensors=MAX_SLOTS - 6)),
     ("temporary written twice", inserting(MAIN, 1, make_node("NegNode", x=TEMP, out=TEMP))),
     ("input written", inserting(MAIN, 0, make_node("NegNode", x=INPUT, out=INPUT))),
     ("output that is an input", appending("output_map", SlotVariant(2))),
     ("output that is a constant", appending("output_map", SlotVariant(0))),
-    ("constant written by the chain that runs first", inserting(INIT, 0, make_node("FullNode", out=CONSTANT, shape=[3], v=1.0))),
-    ("slot written by the chain that runs first", inserting(INIT, 0, make_node("FullNode", out=SLICE, shape=[3], v=1.0))),
+    (
+        "constant written by the chain that runs first",
+        inserting(INIT, 0, make_node("FullNode", out=CONSTANT, shape=[3], v=1.0)),
+    ),
+    (
+        "slot written by the chain that runs first",
+        inserting(INIT, 0, make_node("FullNode", out=SLICE, shape=[3], v=1.0)),
+    ),
     ("both branches the same chain", instruction(MAIN, 2, else_chain_idx=THEN)),
     ("chain that nothing runs", lambda graph: graph.instruction_chains.append(InstructionChain([run(99)]))),
     ("two names for a constant", appending("named_slots", NamedSlot("tied", SlotVariant(0)))),
-    ("one name for two constants", only_named(NamedSlot("w", SlotVariant(0)), NamedSlot("w", SlotVariant(1)))),
-]  # fmt: skip
+    (
+        "one name for two constants",
+        only_named(NamedSlot("w", SlotVariant(0)), NamedSlot("w", SlotVariant(1))),
+    ),
+]
 
 
 @pytest.mark.parametrize("mutate", [pytest.param(mutate, id=name) for name, mutate in ACCEPTED])
@@ -289,15 +457,12 @@ class TestNesting:
         return Graph("1", instruction_chains=[*chains, InstructionChain([noop()])])
 
     def test_chains_nested_as_deep_as_may_be_are_accepted(self) -> None:
-        shallow_enough = self.nested(12)
-        verify_graph(shallow_enough)
-        single = Graph("1", instruction_chains=[])
-        for index in range(MAX_CHAIN_DEPTH - 1):
-            single.instruction_chains.append(
-                InstructionChain([make_node("ScanNode", originals=[], sliced=[], outputs=[], carry=[], body_chain_idx=index + 1)])
-            )  # fmt: skip
-        single.instruction_chains.append(InstructionChain([noop()]))
-        verify_graph(single)
+        lists = {name: [] for name in ("originals", "sliced", "outputs", "carry")}
+        chains = [
+            InstructionChain([make_node("ScanNode", **lists, body_chain_idx=index + 1)])
+            for index in range(MAX_CHAIN_DEPTH - 1)
+        ]
+        verify_graph(Graph("1", instruction_chains=[*chains, InstructionChain([noop()])]))
 
     def test_chains_nested_deeper_are_refused(self) -> None:
         with pytest.raises(ProgramError, match=f"chains nest deeper than {MAX_CHAIN_DEPTH}"):
@@ -328,7 +493,7 @@ class TestStaticShape:
 
 
 def read_and_written(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a node's fields, all set to slots of ``graph_around``, by whether the instruction reads or writes them."""
+    """Return the slots to set in a node's fields: those that it reads and those that it writes."""
     reads: dict[str, Any] = {}
     writes: dict[str, Any] = {}
     for row in FIELDS[kind]:
@@ -344,7 +509,7 @@ def read_and_written(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def graph_around(kind: str, slots: dict[str, Any]) -> Graph:
-    """Return a graph of the shape of ``good_graph`` whose first instruction is a node with the slots given."""
+    """Return a graph like ``good_graph`` whose first instruction is a node with the slots given."""
     plain = {
         row.name: [] if row.is_vector else "" if row.type == "string" else 0
         for row in FIELDS[kind]
@@ -362,7 +527,9 @@ def graph_around(kind: str, slots: dict[str, Any]) -> Graph:
     return graph
 
 
-def each_replaced(slots: dict[str, Any], make: Callable[[Tid | Vid], Tid | Vid]) -> Iterator[tuple[str, Any, Any]]:
+def each_replaced(
+    slots: dict[str, Any], make: Callable[[Tid | Vid], Tid | Vid]
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, slot put in, the field's new value) for every single slot replaced."""
     for name, value in slots.items():
         if isinstance(value, list):
@@ -388,14 +555,14 @@ class TestEverySlotOfEveryKind:
             slots, lambda slot: type(slot)((9 if isinstance(slot, Tid) else 2) + excess)
         ):
             limit = 9 if isinstance(bad, Tid) else 2
-            message = rf"chain 0, instruction 0 \({kind}\) names {type(bad).__name__}\(idx={bad.idx}\), there are {limit}"
+            message = rf"chain 0, instruction 0 \({kind}\) names {re.escape(repr(bad))}, there are {limit}"
             with pytest.raises(ProgramError, match=message):
                 verify_graph(graph_around(kind, slots | {name: value}))
 
     def test_a_slot_read_before_it_is_written_is_refused(self, kind: str) -> None:
         reads, writes = read_and_written(kind)
         for name, bad, value in each_replaced(reads, lambda slot: TEMP if isinstance(slot, Tid) else LENGTH):
-            message = rf"instruction 0 \({kind}\): {name} reads {type(bad).__name__}\(idx={bad.idx}\), which nothing"
+            message = rf"instruction 0 \({kind}\): {name} reads {re.escape(repr(bad))}, which nothing"
             with pytest.raises(ProgramError, match=message):
                 verify_graph(graph_around(kind, reads | writes | {name: value}))
 
