@@ -39,6 +39,7 @@ class BuildAgainstExecuTorch(build_ext):
     """Generates the bindings, then compiles the trampoline against the ExecuTorch that is installed."""
 
     def build_extensions(self):
+        """Add ExecuTorch's headers and library to each extension, then build."""
         executorch = find_executorch()
         self._write_schema(executorch)
         include = executorch / "include"
@@ -68,7 +69,7 @@ setup(
         for name in find_namespace_packages(include=["backends*", "extension*", "examples*"])
         if not name.endswith("csrc")
     ],
-    package_data={"": ["py.typed"]},
+    package_data={"": ["py.typed", "*.pyi"]},
     ext_modules=[
         Extension(
             f"{PACKAGE}.backends.mlx.runtime._trampoline",

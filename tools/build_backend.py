@@ -21,8 +21,10 @@ def _executorch_requirement():
 
 
 def get_requires_for_build_wheel(config_settings=None):
+    """As setuptools', and ExecuTorch where the target environment has none."""
     return _requires_for_wheel(config_settings) + _executorch_requirement()
 
 
 def get_requires_for_build_editable(config_settings=None):
+    """As for a wheel."""
     return get_requires_for_build_wheel(config_settings)

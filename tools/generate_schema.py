@@ -11,7 +11,10 @@ _DECLARATION = re.compile(r"\b(table|struct|union|enum)\s+(\w+)\s*(?::\s*(\w+)\s
 _FIELD = re.compile(r"(\w+)\s*:\s*(\[?)\s*(\w+)\s*\]?\s*(?:=\s*([^\s(;]+))?\s*(\([^)]*\))?\s*$")
 _SCALARS = {"bool", "byte", "double", "float", "int8", "int32", "int64", "uint8", "uint32", "uint64"}
 
-_HEADER = '''"""Field tables of ExecuTorch's MLX wire format. Generated at build from the installed schema.fbs; do not edit."""
+_HEADER = '''"""Field tables of ExecuTorch's MLX wire format.
+
+Generated at build from the installed schema.fbs; do not edit.
+"""
 
 # table: (field, vtable index, type, is a vector, required, default); the default None marks an absent value.
 '''

@@ -21,6 +21,20 @@ def target_of(node: Any) -> Any:
     return getattr(node.target, "_op", node.target)
 
 
+def arguments(node: Node) -> dict[str, Any]:
+    """Return a call's arguments by their names in the operator's schema, defaults filled in."""
+    schema = target_of(node)._schema
+    given: dict[str, Any] = {}
+    for index, argument in enumerate(schema.arguments):
+        if index < len(node.args):
+            given[argument.name] = node.args[index]
+        elif argument.name in node.kwargs:
+            given[argument.name] = node.kwargs[argument.name]
+        else:
+            given[argument.name] = argument.default_value
+    return given
+
+
 def is_call(node: Any, *targets: Any) -> bool:
     """Whether a node calls one of these operators."""
     target = target_of(node)
@@ -42,7 +56,11 @@ def module_of(node: Node) -> str:
 def through_casts(node: Any, *, also: tuple[Any, ...] = ()) -> Any:
     """Return what a chain of dtype casts and clones (and the operators of ``also``) starts from."""
     casts = (aten._to_copy.default, aten.clone.default, aten.alias_copy.default, *also)
-    while is_call(node, *casts) or "_to_dim_order_copy" in str(target_of(node)) or "_clone_dim_order" in str(target_of(node)):
+    while (
+        is_call(node, *casts)
+        or "_to_dim_order_copy" in str(target_of(node))
+        or "_clone_dim_order" in str(target_of(node))
+    ):
         node = node.args[0]
     return node
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from executorch.exir.backend.canonical_partitioners.pattern_op_partitioner import generate_partitions_from_list_of_nodes
+from executorch.exir.backend.canonical_partitioners.pattern_op_partitioner import (
+    generate_partitions_from_list_of_nodes,
+)
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
@@ -113,7 +115,7 @@ class _Support(OperatorSupportBase):
         # A result that several calls pick from is lowered with them or not at all.
         for node, reason in reasons.items():
             if node.target is operator.getitem and reason is None:
-                reasons[node] = reasons.get(node.args[0])  # type: ignore[arg-type]
+                reasons[node] = reasons.get(node.args[0])
         self.refusals = {node: reason for node, reason in reasons.items() if reason is not None}
 
     def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: Node) -> bool:

@@ -8,11 +8,11 @@ from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, CompileSpec, PreprocessResult
 from torch.export import ExportedProgram
 
+from .graph import remove_dead_code
 from .identity import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID
 from .lowering import ROWS, GraphBuilder, refusal
 from .lowering.rows import name_of
 from .passes import FUSIONS
-from .graph import remove_dead_code
 from .program import write_payload
 
 # ExecuTorch aligns what it maps; MLX copies, so that no more is needed than a cache line.
@@ -40,9 +40,7 @@ def compile_program(program: ExportedProgram) -> PreprocessResult:
     store = NamedDataStore()
     for key, tensor in constants.items():
         store.add_named_data(key, tensor, alignment=_ALIGNMENT)
-    return PreprocessResult(
-        processed_bytes=write_payload(graph), data_store_output=store.get_named_data_store_output()
-    )
+    return PreprocessResult(processed_bytes=write_payload(graph), data_store_output=store.get_named_data_store_output())
 
 
 def _backend(backend_id: str) -> type[BackendDetails]:

@@ -16,7 +16,9 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("attn_logit_softcapping", None, "its attention scores are soft-capped, which SDPA does not do"),
 )
 _REFUSED_MODELS = {"gpt_oss": "its attention sinks are dropped by SDPA"}
-_REFUSED_ROPE = {"longrope": "it chooses its frequencies by the longest position of a step, whose sequences then disturb each other"}
+_REFUSED_ROPE = {
+    "longrope": "it chooses its frequencies by the longest position of a step, whose sequences then disturb each other"
+}
 
 
 class UnsupportedModelError(ValueError):

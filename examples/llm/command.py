@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from rich.console import Console
-
 from executorch_mlx.extension.llm.cache import CacheError
+from rich.console import Console
 
 EXPECTED_ERRORS = (ValueError, TypeError, LookupError, OSError, RuntimeError, CacheError)
 

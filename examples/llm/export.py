@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass
-
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, MLXPartitioner
 from executorch_mlx.backends.mlx.partitioner import NotDelegated
 from executorch_mlx.backends.mlx.passes import AttentionLayer, rewrite_attention
@@ -61,9 +60,7 @@ class FlatCausalLM(torch.nn.Module):
         Returns:
             float32 [1, m, vocabulary].
         """
-        out = self.model(
-            input_ids, position_ids=position.unsqueeze(0), use_cache=False, logits_to_keep=logits_rows
-        )
+        out = self.model(input_ids, position_ids=position.unsqueeze(0), use_cache=False, logits_to_keep=logits_rows)
         logits: torch.Tensor = out.logits
         return logits.float()
 

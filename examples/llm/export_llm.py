@@ -1,4 +1,4 @@
-"""Export a causal language model to a folder that ``run_llm`` runs: model.pte, tokenizer, chat template, stop tokens."""
+"""Export a causal language model to a folder that ``run_llm`` runs: program, tokenizer, chat template, stop tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 import torch
-
 from executorch_mlx.backends.mlx.identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
 
 from . import command
@@ -44,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         "--backend-id",
         default=UPSTREAM_BACKEND_ID,
         choices=BACKEND_IDS,
-        help="delegate id in the program (default: %(default)s, which ExecuTorch's own runtime on Apple silicon also runs)",
+        help="delegate id in the program (default: %(default)s, which ExecuTorch's runtime on Apple silicon also runs)",
     )
     return result
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, load_program
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, LayerConfig, build
 

@@ -23,7 +23,10 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--model-dir", required=True, type=Path, help="folder written by export_llm")
     result.add_argument(
-        "--prompt", required=True, action="append", help="what to answer; give it again for further, unrelated prompts"
+        "--prompt",
+        required=True,
+        action="append",
+        help="what to answer; give it again for further, unrelated prompts",
     )
     result.add_argument(
         "--max-new-tokens", type=int, default=128, help="most tokens of an answer (default: %(default)s)"
@@ -35,10 +38,15 @@ def parser() -> argparse.ArgumentParser:
         " has a template)",
     )
     result.add_argument(
-        "--kv-capacity", type=int, help="tokens that the KV cache holds (default: what prompt and answer need)"
+        "--kv-capacity",
+        type=int,
+        help="tokens that the KV cache holds (default: what prompt and answer need)",
     )
     result.add_argument(
-        "--kv-dtype", choices=KV_DTYPES, default="float32", help="dtype of the KV cache (default: %(default)s)"
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="float32",
+        help="dtype of the KV cache (default: %(default)s)",
     )
     result.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt and nothing else on stdout"

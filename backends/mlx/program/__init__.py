@@ -1,7 +1,7 @@
 """ExecuTorch's MLX wire format: the one thing that export and runtime share.
 
-``schema`` has a class per table of the format, ``codec`` turns graphs into payloads and back, ``verify`` refuses a graph
-that cannot be run before anything else looks at it.
+``schema`` has a class per table of the format, ``codec`` turns graphs into payloads and back, ``verify`` refuses a
+graph that cannot be run before anything else looks at it.
 """
 
 from .codec import read_payload, write_payload

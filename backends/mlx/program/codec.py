@@ -1,9 +1,9 @@
 """Payload bytes <-> graphs.
 
 A payload is a 24-byte header (four zero bytes, the magic, then offset and size of a data segment that the format
-reserves and nobody fills: constants travel in ExecuTorch's named data) and a FlatBuffer. The reader trusts no byte: every
-offset is checked against the buffer, and no more is read than the buffer could hold, so that tables which share their
-parts cannot make it run for long.
+reserves and nobody fills: constants travel in ExecuTorch's named data) and a FlatBuffer. The reader trusts no byte:
+every offset is checked against the buffer, and no more is read than the buffer could hold, so that tables which share
+their parts cannot make it run for long.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Reader:
 
     def offset(self, at: int) -> int:
         """Return the position that the unsigned offset at ``at`` points to."""
-        return at + self._unpack("<I", at)
+        return at + int(self._unpack("<I", at))
 
     def table(self, name: str, at: int) -> Any:
         """Read the table of this type at a position."""
@@ -259,7 +259,11 @@ class _Writer:
                 self._struct(item)
         else:
             offsets = [
-                0 if item is None else builder.CreateSharedString(item) if row.type == "string" else self.table(row.type, item)
+                0
+                if item is None
+                else builder.CreateSharedString(item)
+                if row.type == "string"
+                else self.table(row.type, item)
                 for item in items
             ]
             builder.StartVector(4, len(items), 4)

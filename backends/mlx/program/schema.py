@@ -39,12 +39,17 @@ class Field(NamedTuple):
     default: Any
 
 
-FIELDS: dict[str, tuple[Field, ...]] = {
-    name: tuple(Field(*row) for row in rows) for name, rows in TABLES.items()
-}
+FIELDS: dict[str, tuple[Field, ...]] = {name: tuple(Field(*row) for row in rows) for name, rows in TABLES.items()}
 NODE_KINDS: tuple[str, ...] = tuple(UNIONS["OpNode"])
 
-SlotType = IntEnum("SlotType", ENUMS["SlotType"])
+
+class SlotType(IntEnum):
+    """What a slot of an input or output map holds."""
+
+    TensorSlot = ENUMS["SlotType"]["TensorSlot"]
+    IntValueSlot = ENUMS["SlotType"]["IntValueSlot"]
+    FloatValueSlot = ENUMS["SlotType"]["FloatValueSlot"]
+    BoolValueSlot = ENUMS["SlotType"]["BoolValueSlot"]
 
 
 class Node:

@@ -79,7 +79,10 @@ def static_shape(index: int, meta: TensorMeta) -> tuple[int, ...]:
         ProgramError: a dimension is dynamic, or the tensor is too large.
     """
     shape = tuple(dim.value for dim in meta.shape)
-    _require(all(dim >= 0 for dim in shape), f"tensor {index}: a constant or buffer needs a static shape, got {shape}")
+    _require(
+        all(dim >= 0 for dim in shape),
+        f"tensor {index}: a constant or buffer needs a static shape, got {shape}",
+    )
     _require(math.prod(shape) * 8 <= MAX_TENSOR_BYTES, f"tensor {index}: shape {shape} is too large")
     return shape
 
@@ -156,9 +159,7 @@ class _FlowCheck:
     def _slot(slot: SlotVariant) -> Tid | Vid:
         return Tid(slot.idx) if slot.slot_type == SlotType.TensorSlot else Vid(slot.idx)
 
-    def _chain(
-        self, index: int, defined: set[Tid | Vid], path: tuple[int, ...], *, may_write_constants: bool
-    ) -> None:
+    def _chain(self, index: int, defined: set[Tid | Vid], path: tuple[int, ...], *, may_write_constants: bool) -> None:
         _require(index not in path, f"instruction chain {index} runs itself")
         _require(len(path) < MAX_CHAIN_DEPTH, f"instruction chains nest deeper than {MAX_CHAIN_DEPTH}")
         path = (*path, index)
@@ -171,9 +172,7 @@ class _FlowCheck:
             for name, slot in node.slots():
                 self._verify_range(slot, where)
                 if name in _WRITTEN_BY_KIND.get(node.kind, _WRITTEN):
-                    _require(
-                        isinstance(slot, Vid) or slot.idx >= first_free, f"{where} writes constant {slot.idx}"
-                    )
+                    _require(isinstance(slot, Vid) or slot.idx >= first_free, f"{where} writes constant {slot.idx}")
                     written.append(slot)
                 else:
                     _require(slot in defined, f"{where}: {name} reads {slot}, which nothing has written yet")

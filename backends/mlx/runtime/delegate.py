@@ -213,7 +213,7 @@ def _import(tensor: Any) -> mx.array:
     array = mx.array(tensor)
     if array.dtype != DTYPES[tensor.scalar_type]:
         raise TypeError(
-            f"MLX imported {SCALAR_TYPE_NAMES[tensor.scalar_type]} as {dtype_name(array.dtype)}; this dtype is not supported"
+            f"MLX imported {SCALAR_TYPE_NAMES[tensor.scalar_type]} as {dtype_name(array.dtype)}, which is not supported"
         )
     return array
 

@@ -14,8 +14,10 @@ except ImportError as error:
         " 'executorch-mlx[cuda13]' for an NVIDIA GPU (one of the two, never both)"
     ) from error
 
-# MLX's ordinary streams belong to the thread that made them: an array evaluated on one fails in another thread. This one
-# may be used from any thread, by one at a time; the lock sees to that.
+__all__ = ["DTYPES", "LOCK", "STREAM", "dtype_name", "mx"]
+
+# MLX's ordinary streams belong to the thread that made them: an array evaluated on one fails in another thread. This
+# one may be used from any thread, by one at a time; the lock sees to that.
 STREAM = mx.new_thread_unsafe_stream(mx.default_device())
 LOCK = threading.RLock()
 

@@ -159,7 +159,12 @@ def _concatenate(node: Node, at: At) -> Step:
 
 
 def _full(node: Node, at: At) -> Step:
-    out, shape, value, dtype = at(node.out), _get_ints(node.shape, at), _get(node.v, at), _dtype(node.scalar_type)
+    out, shape, value, dtype = (
+        at(node.out),
+        _get_ints(node.shape, at),
+        _get(node.v, at),
+        _dtype(node.scalar_type),
+    )
 
     def step(env: Env) -> None:
         env[out] = mx.full(shape(env), value(env), dtype=dtype)
@@ -454,7 +459,8 @@ def _gelu(approximate: str) -> Callable[[mx.array], mx.array]:
 
     if approximate not in ("none", "tanh"):
         raise ValueError(f"GeluNode: approximate is 'none' or 'tanh', got {approximate!r}")
-    return nn.gelu if approximate == "none" else nn.gelu_approx
+    gelu: Callable[[mx.array], mx.array] = nn.gelu if approximate == "none" else nn.gelu_approx
+    return gelu
 
 
 KERNELS["GeluNode"] = _with(lambda n: _gelu(n.approximate))

@@ -12,10 +12,10 @@ from executorch.runtime import Program as StockProgram
 from executorch.runtime import Runtime
 
 from ..identity import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID
+from ..program.dtypes import SCALAR_TYPE_NAMES as _SCALAR_TYPES
 from .backend import HELD_BACKEND_IDS
 from .delegate import Delegate, Loading, current_loading, managed_calls, take_error
 from .device import LOCK
-from ..program.dtypes import SCALAR_TYPE_NAMES as _SCALAR_TYPES
 from .pte import HEAD_BYTES, check_length, retag
 
 
@@ -158,5 +158,7 @@ def _explained(failure: RuntimeError, metadata: Any, inputs: Sequence[Any]) -> E
         if len(value.shape) != len(info.sizes()):
             return ValueError(f"input {index}: expected {len(info.sizes())} dimensions, got shape {list(value.shape)}")
         if any(size > bound for size, bound in zip(value.shape, info.sizes(), strict=True)):
-            return ValueError(f"input {index}: shape {list(value.shape)} exceeds the program's bound {list(info.sizes())}")
+            return ValueError(
+                f"input {index}: shape {list(value.shape)} exceeds the program's bound {list(info.sizes())}"
+            )
     return failure

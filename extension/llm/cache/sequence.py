@@ -115,9 +115,7 @@ class SequenceCache(SequenceControl):
         if self._step is not None:
             raise StepError("a step is open already: leave it before the next one")
         if self._lost is not None:
-            raise CacheLostError(
-                f"the cache's bytes were lost ({self._lost}): call clear() and run the sequence again"
-            )
+            raise CacheLostError(f"the cache's bytes were lost ({self._lost}): call clear() and run the sequence again")
         self._step = _OpenStep()
         committed = False
         try:

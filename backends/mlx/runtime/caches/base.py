@@ -22,9 +22,7 @@ class MLXCache(ABC):
         """Bracket one forward; see ``CacheControl.step``."""
 
     @abstractmethod
-    def attend(
-        self, layer: int, positions: Any, q: mx.array, k: mx.array, v: mx.array, scale: float
-    ) -> mx.array:
+    def attend(self, layer: int, positions: Any, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         """Append and attend, lazily; see ``CacheLayout.attend``."""
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Pools of keys and values: growth and writes that do not copy.
 
-``slice_update`` works in place where its source has no other live handle; so a pool's array is held here alone, and what
-was read from it in a step is evaluated (or dropped) before the next write.
+``slice_update`` works in place where its source has no other live handle; so a pool's array is held here alone, and
+what was read from it in a step is evaluated (or dropped) before the next write.
 """
 
 from __future__ import annotations

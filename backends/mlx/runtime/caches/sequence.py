@@ -30,9 +30,7 @@ class MLXSequenceCache(SequenceCache, MLXCache):
         # The pools that this step has replaced and not yet released, by layer.
         self._replaced: dict[int, _Pair | None] = {}
 
-    def attend(
-        self, layer: int, positions: Any, q: mx.array, k: mx.array, v: mx.array, scale: float
-    ) -> mx.array:
+    def attend(self, layer: int, positions: Any, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         """Append and attend, lazily; see ``CacheLayout.attend``."""
         host = host_positions(positions)
         plan = self.plan(layer, host)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from executorch.exir import to_edge_transform_and_lower
-
 from executorch_mlx.backends.mlx import MLXPartitioner, load_program
 
 
@@ -42,7 +41,19 @@ WEIGHT, BIAS = values(3, 6, seed=1) - 1.0, values(3, seed=2)
 SAMPLES: dict[str, Sample] = {
     **{
         name: Sample(getattr(torch, name), dtypes=FLOATS)
-        for name in ("abs", "cos", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sin", "sqrt", "tanh")
+        for name in (
+            "abs",
+            "cos",
+            "exp",
+            "log",
+            "neg",
+            "reciprocal",
+            "rsqrt",
+            "sigmoid",
+            "sin",
+            "sqrt",
+            "tanh",
+        )
     },
     "cos_of_integers": Sample(torch.cos, dtypes=INTS),
     "neg_of_integers": Sample(torch.neg, dtypes=INTS),
@@ -179,9 +190,7 @@ NOT_DELEGATED = {
 
 
 @pytest.mark.parametrize("name", NOT_DELEGATED)
-def test_partitioner_what_has_no_row_stays_outside_with_a_reason(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_partitioner_what_has_no_row_stays_outside_with_a_reason(name: str, caplog: pytest.LogCaptureFixture) -> None:
     function, reason = NOT_DELEGATED[name]
     module = Module(lambda x: function(x + 1.0))
     buffer, partitioner = lowered(module, (X,), dynamic=False)

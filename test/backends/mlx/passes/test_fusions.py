@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from executorch_mlx.backends.mlx.passes import fuse_rms_norm, fuse_rope
 from oracles.plain_models import rotate
 from torch import nn
-
-from executorch_mlx.backends.mlx.passes import fuse_rms_norm, fuse_rope
 
 RMS_NORM = "aten.rms_norm.default"
 ROPE = "executorch_mlx.rope.default"

@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles.plain_models import PlainAttentionModel, export_flat
-from torch import nn
-
 from executorch_mlx.backends.mlx.passes import AttentionNotRewritableError, rewrite_attention
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, LayerConfig, build
 from executorch_mlx.extension.llm.cache.op import OP_NAME
+from oracles.plain_models import PlainAttentionModel, export_flat
+from torch import nn
 
 VOCAB = 32
 
@@ -108,7 +107,9 @@ def test_rewrite_attention_run_eagerly_in_chunks_equals_the_model_at_once(name: 
     assert not any("scaled_dot_product" in target or "_assert_tensor_metadata" in target for target in targets)
 
     ids = torch.randint(0, VOCAB, (1, 20), generator=torch.Generator().manual_seed(1))
-    layers = [LayerConfig(layer.n_kv_heads, layer.head_dim, layer.v_head_dim, layer.window) for layer in rewritten.layers]
+    layers = [
+        LayerConfig(layer.n_kv_heads, layer.head_dim, layer.v_head_dim, layer.window) for layer in rewritten.layers
+    ]
     cache = build("eager", "sequence", CacheConfig(20, layers, "float32", max_write=7))
     run = rewritten.program.module()
     with torch.no_grad(), CacheSession(cache):

@@ -121,9 +121,7 @@ def as_json(type_name: str, value: Any) -> Any:
     for row in FIELDS[type_name]:
         item = getattr(value, row.name)
         if item is not None:
-            form[row.name] = (
-                [as_json(row.type, one) for one in item] if row.is_vector else as_json(row.type, item)
-            )
+            form[row.name] = [as_json(row.type, one) for one in item] if row.is_vector else as_json(row.type, item)
     return form
 
 
@@ -146,8 +144,6 @@ def object_as_json(type_name: str, value: Any) -> Any:
         item = getattr(value, camel(row.name))
         if item is not None:
             form[row.name] = (
-                [object_as_json(row.type, one) for one in item]
-                if row.is_vector
-                else object_as_json(row.type, item)
+                [object_as_json(row.type, one) for one in item] if row.is_vector else object_as_json(row.type, item)
             )
     return form

@@ -168,9 +168,7 @@ def any_graphs(draw: st.DrawFn, *, with_absent_meta: bool = True) -> Graph:
     return Graph(
         draw(st.none() | st.just("1") | _TEXTS),
         *counts,
-        instruction_chains=draw(
-            st.lists(st.builds(InstructionChain, st.lists(_ANY_NODE, max_size=3)), max_size=3)
-        ),
+        instruction_chains=draw(st.lists(st.builds(InstructionChain, st.lists(_ANY_NODE, max_size=3)), max_size=3)),
         main_chain_idx=draw(st.integers(0, 3) | _INDICES),
         init_chain_idx=draw(st.integers(-1, 3) | _BY_TYPE["int32"]),
         input_map=draw(st.lists(_SLOT_VARIANTS, max_size=2)),
@@ -190,9 +188,7 @@ class _RunnableGraphs:
 
     def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw
-        sizes = [
-            draw(st.integers(low, high)) for low, high in ((0, 2), (1, 2), (1, 2), (0, 2), (1, 3), (1, 3))
-        ]
+        sizes = [draw(st.integers(low, high)) for low, high in ((0, 2), (1, 2), (1, 2), (0, 2), (1, 3), (1, 3))]
         constants, inputs, outputs, buffers, temps, values = sizes
         self._first_output = constants + inputs
         self._first_temp = self._first_output + outputs + buffers
@@ -203,9 +199,7 @@ class _RunnableGraphs:
             *sizes,
             input_map=[SlotVariant(constants + index) for index in range(inputs)],
             output_map=[SlotVariant(self._first_output + index) for index in range(outputs)],
-            mutable_buffer_map=[
-                SlotVariant(self._first_output + outputs + index) for index in range(buffers)
-            ],
+            mutable_buffer_map=[SlotVariant(self._first_output + outputs + index) for index in range(buffers)],
             named_slots=[NamedSlot(f"constant {index}", SlotVariant(index)) for index in range(constants)],
             tensor_meta=[TensorMeta([ShapeDim(2), ShapeDim(3)], 6) for _ in range(self._first_temp)],
         )
@@ -253,9 +247,7 @@ class _RunnableGraphs:
         sliced = [self._draw(st.sampled_from(self._writable)) for _ in originals]
         after = defined | set(sliced)
         body = self._chain(after, depth + 1)
-        written = sorted(
-            (slot for slot in after if isinstance(slot, Tid) and slot in self._writable), key=str
-        )
+        written = sorted((slot for slot in after if isinstance(slot, Tid) and slot in self._writable), key=str)
         outputs = self._draw(st.lists(st.sampled_from(written), max_size=2)) if written else []
         defined.update(sliced, outputs)
         return make_node(
@@ -277,9 +269,7 @@ class _RunnableGraphs:
 
     def _field(self, row: Field, defined: set[Tid | Vid]) -> Any:
         if row.name in WRITTEN_FIELDS:
-            values: st.SearchStrategy[Any] = st.sampled_from(
-                self._values if row.type == "Vid" else self._writable
-            )
+            values: st.SearchStrategy[Any] = st.sampled_from(self._values if row.type == "Vid" else self._writable)
         else:
             values = self._readable(row.type, defined)
         if row.is_vector:

@@ -109,9 +109,7 @@ def tagged(builder: Builder, tag: int | None, op: int | None) -> int:
     return int(builder.EndObject())
 
 
-def take_node(
-    builder: Builder, tag: int | None, kind: int, *, vid: int | None = None, tid: int | None = None
-) -> int:
+def take_node(builder: Builder, tag: int | None, kind: int, *, vid: int | None = None, tid: int | None = None) -> int:
     """Write an Instruction with a TakeNode whose index has the kind and the slots given."""
     builder.StartObject(4)
     for number, idx in ((1, vid), (2, tid)):
@@ -238,22 +236,16 @@ class TestInstructions:
         with pytest.raises(ProgramError, match="Instruction lacks its field 'op'"):
             read_payload(payload)
 
-    @pytest.mark.parametrize(
-        "kind", [kind for kind in NODE_KINDS if any(row.required for row in FIELDS[kind])]
-    )
+    @pytest.mark.parametrize("kind", [kind for kind in NODE_KINDS if any(row.required for row in FIELDS[kind])])
     def test_an_absent_required_field_is_refused_by_name(self, kind: str) -> None:
         first = next(row.name for row in FIELDS[kind] if row.required)
-        payload = graph_by_hand(
-            lambda builder: tagged(builder, NODE_KINDS.index(kind) + 1, table(builder, fields=0))
-        )
+        payload = graph_by_hand(lambda builder: tagged(builder, NODE_KINDS.index(kind) + 1, table(builder, fields=0)))
         with pytest.raises(ProgramError, match=f"{kind} lacks its field '{first}'"):
             read_payload(payload)
 
     def test_each_required_field_is_missed_by_name(self) -> None:
         for kind in NODE_KINDS:
-            payload = write_payload(
-                Graph(instruction_chains=[InstructionChain([filled_node(kind, "slots")])])
-            )
+            payload = write_payload(Graph(instruction_chains=[InstructionChain([filled_node(kind, "slots")])]))
             for row in FIELDS[kind]:
                 if row.required:
                     with pytest.raises(ProgramError, match=f"{kind} lacks its field '{row.name}'"):
@@ -285,9 +277,7 @@ def without_field(payload: bytes, kind: str, number: int) -> bytes:
 @pytest.mark.parametrize(
     ("root", "message"),
     [
-        pytest.param(
-            lambda builder: table(builder), "MLXGraph lacks its field 'instruction_chains'", id="graph"
-        ),
+        pytest.param(lambda builder: table(builder), "MLXGraph lacks its field 'instruction_chains'", id="graph"),
         pytest.param(
             lambda builder: table(builder, {CHAINS: vector(builder, [table(builder)])}),
             "InstructionChain lacks its field 'instructions'",
@@ -351,15 +341,11 @@ def vector_places() -> Iterator[tuple[str, bytes, int]]:
         "tables": Graph(output_map=[SlotVariant(1)] * length),
         "tables that may be absent": Graph(tensor_meta=[None] * length),
         "scalars": Graph(
-            instruction_chains=[
-                InstructionChain([make_node("SumNode", x=Tid(9), out=Tid(9), axes=[9] * length)])
-            ]
+            instruction_chains=[InstructionChain([make_node("SumNode", x=Tid(9), out=Tid(9), axes=[9] * length)])]
         ),
         "bytes": Graph(tensor_meta=[TensorMeta([], dim_order=[9] * length)]),
         "slots": Graph(
-            instruction_chains=[
-                InstructionChain([make_node("StackNode", tensors=[Tid(9)] * length, out=Tid(9))])
-            ]
+            instruction_chains=[InstructionChain([make_node("StackNode", tensors=[Tid(9)] * length, out=Tid(9))])]
         ),
         "text": Graph(version="x" * length),
     }
@@ -375,12 +361,8 @@ def vector_places() -> Iterator[tuple[str, bytes, int]]:
 
 
 @pytest.mark.parametrize("length", [2**32 - 1, 2**31, 2**20])
-@pytest.mark.parametrize(
-    ("payload", "place"), [pytest.param(*rest, id=name) for name, *rest in vector_places()]
-)
-def test_a_vector_longer_than_the_payload_is_refused_before_it_is_read(
-    payload: bytes, place: int, length: int
-) -> None:
+@pytest.mark.parametrize(("payload", "place"), [pytest.param(*rest, id=name) for name, *rest in vector_places()])
+def test_a_vector_longer_than_the_payload_is_refused_before_it_is_read(payload: bytes, place: int, length: int) -> None:
     damaged = payload[:place] + struct.pack("<I", length) + payload[place + 4 :]
     with call_budget(2_000), pytest.raises(ProgramError, match=r"tables overlap|claims"):
         read_payload(damaged)

@@ -90,9 +90,7 @@ def test_a_field_is_read_with_its_type_presence_and_default(
 
 
 def test_fields_are_numbered_in_order_and_a_union_takes_two_numbers(generator: ModuleType) -> None:
-    rows = rows_of(
-        generator, "a: int32; op: U; b: [int8]; c: bool;", "table A {} table B {} union U { A, B }"
-    )
+    rows = rows_of(generator, "a: int32; op: U; b: [int8]; c: bool;", "table A {} table B {} union U { A, B }")
     assert [(name, number, type_name) for name, number, type_name, *_ in rows] == [
         ("a", 0, "int32"),
         ("op", 2, "U"),
@@ -147,9 +145,7 @@ def test_the_order_of_declarations_does_not_matter(generator: ModuleType) -> Non
         "/* x: int32",
     ],
 )
-def test_a_field_that_cannot_be_read_raises_naming_it_and_its_table(
-    generator: ModuleType, field: str
-) -> None:
+def test_a_field_that_cannot_be_read_raises_naming_it_and_its_table(generator: ModuleType, field: str) -> None:
     with pytest.raises(ValueError, match=r"schema\.fbs: cannot read the field .*x.* of table Broken"):
         generator.generate(f"table Broken {{ good: int32; {field}; }}")
 

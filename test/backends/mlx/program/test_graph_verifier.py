@@ -55,9 +55,7 @@ def good_graph() -> Graph:
             carry=[BUFFER],
             body_chain_idx=BODY,
         ),
-        make_node(
-            "SliceUpdateNode", dst=BUFFER, update=STEP_OUTPUT, out=BUFFER, axis=0, start=0, stop=LENGTH
-        ),
+        make_node("SliceUpdateNode", dst=BUFFER, update=STEP_OUTPUT, out=BUFFER, axis=0, start=0, stop=LENGTH),
     ]
     return Graph(
         "1",
@@ -308,9 +306,7 @@ REFUSED = [
     ),
     (
         "constant written in a list",
-        inserting(
-            MAIN, 0, make_node("SplitNode", x=INPUT, outs=[TEMP, SECOND_CONSTANT], sizes=[1, 2], axis=0)
-        ),
+        inserting(MAIN, 0, make_node("SplitNode", x=INPUT, outs=[TEMP, SECOND_CONSTANT], sizes=[1, 2], axis=0)),
         r"\(SplitNode\) writes constant 1",
     ),
     (
@@ -387,9 +383,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("mutate", "message"), [pytest.param(mutate, message, id=name) for name, mutate, message in REFUSED]
 )
-def test_a_graph_that_cannot_run_is_refused_with_what_is_wrong(
-    mutate: Callable[[Graph], object], message: str
-) -> None:
+def test_a_graph_that_cannot_run_is_refused_with_what_is_wrong(mutate: Callable[[Graph], object], message: str) -> None:
     graph = good_graph()
     mutate(graph)
     with pytest.raises(ProgramError, match=message):
@@ -472,9 +466,7 @@ class TestNesting:
         with pytest.raises(ProgramError, match=f"chains nest deeper than {MAX_CHAIN_DEPTH}"):
             verify_graph(self.nested(20_000))
 
-    def test_chains_that_run_each_other_exponentially_often_are_refused(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_chains_that_run_each_other_exponentially_often_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # The limit is lowered: 2**31 runs are refused after 2**20 of them, which takes seconds.
         monkeypatch.setattr("executorch_mlx.backends.mlx.program.verify.MAX_VISITS", 5_000)
         with pytest.raises(ProgramError, match="run each other more than 5000 times"):
@@ -527,9 +519,7 @@ def graph_around(kind: str, slots: dict[str, Any]) -> Graph:
     return graph
 
 
-def each_replaced(
-    slots: dict[str, Any], make: Callable[[Tid | Vid], Tid | Vid]
-) -> Iterator[tuple[str, Any, Any]]:
+def each_replaced(slots: dict[str, Any], make: Callable[[Tid | Vid], Tid | Vid]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (field, slot put in, the field's new value) for every single slot replaced."""
     for name, value in slots.items():
         if isinstance(value, list):

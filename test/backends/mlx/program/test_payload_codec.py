@@ -82,9 +82,7 @@ def printed(written: Graph, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 class TestWhatIsWritten:
     @pytest.mark.parametrize("kind", NODE_KINDS)
-    def test_flatc_prints_every_node_kind_as_written(
-        self, written: Graph, printed: dict[str, Any], kind: str
-    ) -> None:
+    def test_flatc_prints_every_node_kind_as_written(self, written: Graph, printed: dict[str, Any], kind: str) -> None:
         index = NODE_KINDS.index(kind)
         node = written.instruction_chains[0].instructions[index]
         instruction = printed["instruction_chains"][0]["instructions"][index]
@@ -246,9 +244,7 @@ class TestMisuse:
         with pytest.raises(AttributeError, match="NoopNode has no field 'x'"):
             _ = make_node("NoopNode").x
 
-    @pytest.mark.parametrize(
-        "copy_of", [copy.copy, copy.deepcopy, lambda node: pickle.loads(pickle.dumps(node))]
-    )
+    @pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, lambda node: pickle.loads(pickle.dumps(node))])
     def test_a_node_can_be_copied(self, copy_of: Callable[[Node], Node]) -> None:
         node = filled_node("AddNode", "literals")
         copied = copy_of(node)

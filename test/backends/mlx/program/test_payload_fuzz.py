@@ -28,9 +28,7 @@ HEADER_BYTES = 24
 HEADER = struct.pack("<4x4sQQ", b"MLX0", 0, 0)
 MANY = settings(max_examples=3 * settings.default.max_examples)
 
-_WORDS = st.sampled_from([0, 1, 2, 4, 8, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 4, 2**32 - 1]) | st.integers(
-    0, 64
-)
+_WORDS = st.sampled_from([0, 1, 2, 4, 8, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 4, 2**32 - 1]) | st.integers(0, 64)
 
 
 @st.composite
@@ -141,9 +139,7 @@ def _sometimes(graph: Graph, node: Node, in_branch: bool) -> Node:
 def _change_slot(node: Node, name: str, idx: int) -> None:
     value = getattr(node, name)
     if isinstance(value, list):
-        value[-1:] = (
-            [Vid(idx) if isinstance(value[-1], Vid) else Tid(idx)] if not isinstance(value[-1], int) else []
-        )
+        value[-1:] = [Vid(idx) if isinstance(value[-1], Vid) else Tid(idx)] if not isinstance(value[-1], int) else []
     else:
         setattr(node, name, type(value)(idx))
 
@@ -208,9 +204,7 @@ class _Simulation:
 
 @MANY
 @given(graph=altered_graphs(), data=st.data())
-def test_what_is_accepted_reads_no_empty_slot_whichever_branches_are_taken(
-    graph: Graph, data: st.DataObject
-) -> None:
+def test_what_is_accepted_reads_no_empty_slot_whichever_branches_are_taken(graph: Graph, data: st.DataObject) -> None:
     if is_runnable(graph):
         _Simulation(graph, lambda: data.draw(st.booleans()), data.draw(st.integers(0, 2))).run()
 

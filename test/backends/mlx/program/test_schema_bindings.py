@@ -123,9 +123,7 @@ def test_fields_of_a_table_agree_with_flatc_in_number_type_presence_and_default(
         if field["type"]["base_type"] == "UType":
             continue
         name, is_vector = described_type(described, field["type"])
-        expected.append(
-            (field["name"], field["id"], name, is_vector, field["required"], described_default(field))
-        )
+        expected.append((field["name"], field["id"], name, is_vector, field["required"], described_default(field)))
         assert field["offset"] == 4 + 2 * field["id"]
     actual = [row._replace(type=_BASE_TYPES.get(row.type, row.type)) for row in FIELDS[table]]
     assert actual == expected

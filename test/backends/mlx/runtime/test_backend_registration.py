@@ -21,9 +21,7 @@ def test_backend_info_without_another_runtime_names_both_ids() -> None:
 
 
 def test_registry_of_executorch_lists_both_ids() -> None:
-    assert {UPSTREAM_BACKEND_ID, PLUGIN_BACKEND_ID} <= set(
-        Runtime.get().backend_registry.registered_backend_names
-    )
+    assert {UPSTREAM_BACKEND_ID, PLUGIN_BACKEND_ID} <= set(Runtime.get().backend_registry.registered_backend_names)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +124,9 @@ def test_register_backend_of_a_name_that_is_taken_returns_a_code(beside_another:
     assert beside_another["registered again"] != 0
 
 
-def test_backend_info_beside_another_runtime_names_the_plugins_id_only(beside_another: dict[str, Any]) -> None:
+def test_backend_info_beside_another_runtime_names_the_plugins_id_only(
+    beside_another: dict[str, Any],
+) -> None:
     assert beside_another["ids"] == [PLUGIN_BACKEND_ID]
 
 
@@ -150,9 +150,7 @@ def test_program_for_the_plugins_id_runs_the_plugin_however_it_is_loaded(
 
 
 @pytest.mark.parametrize("how", ["native", "native by bytes", "stock"])
-def test_native_program_beside_another_runtime_reaches_the_other(
-    how: str, beside_another: dict[str, Any]
-) -> None:
+def test_native_program_beside_another_runtime_reaches_the_other(how: str, beside_another: dict[str, Any]) -> None:
     assert beside_another[f"affine {how}"] == {"out": [[42.0] * 4] * 2, "calls": ["init", "execute"]}
 
 

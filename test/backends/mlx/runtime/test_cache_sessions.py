@@ -100,9 +100,7 @@ def test_decode_after_a_rewind_equals_the_eager_model(conversation: Conversation
         conversation.step(0, 3)
 
 
-def test_methods_of_one_program_continue_each_others_sequence(
-    program: Any, conversation: Conversation
-) -> None:
+def test_methods_of_one_program_continue_each_others_sequence(program: Any, conversation: Conversation) -> None:
     greedy = program.load_method("forward_greedy")
     with CacheSession(sequence_cache()):
         conversation.step(0, 4)
@@ -219,7 +217,9 @@ def test_step_of_more_tokens_than_the_program_takes_leaves_the_position(conversa
         conversation.step(2, 2 + MAX_ROWS)
 
 
-def test_step_beyond_the_capacity_raises_cache_full_and_a_shorter_one_runs(conversation: Conversation) -> None:
+def test_step_beyond_the_capacity_raises_cache_full_and_a_shorter_one_runs(
+    conversation: Conversation,
+) -> None:
     with CacheSession(sequence_cache(capacity=6)) as session:
         conversation.step(0, 4)
         for _ in range(3):
@@ -257,7 +257,10 @@ def test_step_without_tokens_raises_and_leaves_the_position(conversation: Conver
 def test_execute_with_a_cache_of_fewer_layers_raises_and_leaves_the_position(program: Any) -> None:
     config = cache_config()
     cache = build("MLXBackend", "sequence", type(config)(config.capacity, config.layers[:1], "float32"))
-    with CacheSession(cache), pytest.raises(ValueError, match=r"layer 1: the cache was built for layers 0\.\.0"):
+    with (
+        CacheSession(cache),
+        pytest.raises(ValueError, match=r"layer 1: the cache was built for layers 0\.\.0"),
+    ):
         Conversation(program.load_method("forward"), seed=1).run(0, 2)
     assert cache.position == 0
     cache.check_integrity()

@@ -66,11 +66,7 @@ def fail_in_multiply(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> d
 
 def errors_logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """Return what the package has logged as errors; exporting a program logs warnings."""
-    return [
-        record
-        for record in caplog.records
-        if record.name == "executorch_mlx" and record.levelno >= logging.ERROR
-    ]
+    return [record for record in caplog.records if record.name == "executorch_mlx" and record.levelno >= logging.ERROR]
 
 
 # -- how an exception travels ------------------------------------------------------

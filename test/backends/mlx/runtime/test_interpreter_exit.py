@@ -45,7 +45,10 @@ method = program.load_method("forward")
 SCENARIOS = {
     "a loaded program": ("method.execute if method else None", 0),
     "an open session": ("session.__enter__(); method.execute(inputs)", 0),
-    "an open step": ("session.__enter__(); step = session.control.step(); step.__enter__(); method.execute(inputs)", 0),
+    "an open step": (
+        "session.__enter__(); step = session.control.step(); step.__enter__(); method.execute(inputs)",
+        0,
+    ),
     "sys.exit in a session": ("with session:\n    method.execute(inputs)\n    sys.exit(3)", 3),
     "an uncaught error in a session": ("with session:\n    method.execute([])", 1),
     "a program loaded by the stock runtime": (
@@ -57,9 +60,7 @@ SCENARIOS = {
         0,
     ),
     "a daemon thread that loads programs": ("in_background(reload)", 0),
-    **{
-        f"a daemon thread that executes, run {run}": ("in_background(loop, method)", 0) for run in range(1, 6)
-    },
+    **{f"a daemon thread that executes, run {run}": ("in_background(loop, method)", 0) for run in range(1, 6)},
 }
 
 

@@ -82,9 +82,7 @@ def test_load_method_twice_returns_the_same_method() -> None:
 
 @pytest.mark.parametrize("name", ["backward", "", "forward\0"])
 def test_load_method_of_an_unknown_name_raises_naming_the_known(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"no method .*it has forward, get_heads, get_max_ctx_len, get_windows"
-    ):
+    with pytest.raises(ValueError, match=r"no method .*it has forward, get_heads, get_max_ctx_len, get_windows"):
         load_program(affine()).load_method(name)
 
 
@@ -114,9 +112,7 @@ def test_load_program_of_a_missing_file_raises_file_not_found(form: Any, tmp_pat
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\x1c\0\0\0PK12" + bytes(100), b"%PDF-1.7 and so on"])
 @pytest.mark.parametrize("in_a_file", [False, True])
-def test_load_program_of_something_else_raises_naming_the_mark(
-    content: bytes, in_a_file: bool, tmp_path: Path
-) -> None:
+def test_load_program_of_something_else_raises_naming_the_mark(content: bytes, in_a_file: bool, tmp_path: Path) -> None:
     (tmp_path / "other.pte").write_bytes(content)
     with pytest.raises(ValueError, match=r"not an ExecuTorch program: expected the mark b'ET\.\.'"):
         load_program(tmp_path / "other.pte" if in_a_file else content)
@@ -124,9 +120,7 @@ def test_load_program_of_something_else_raises_naming_the_mark(
 
 def test_load_program_of_a_truncated_file_says_how_many_bytes_are_due(tmp_path: Path) -> None:
     (tmp_path / "cut.pte").write_bytes(affine()[:-100])
-    with pytest.raises(
-        ValueError, match=rf"truncated: its header promises \d+ bytes, got {len(affine()) - 100}"
-    ):
+    with pytest.raises(ValueError, match=rf"truncated: its header promises \d+ bytes, got {len(affine()) - 100}"):
         load_program(str(tmp_path / "cut.pte"))
 
 
@@ -200,9 +194,7 @@ def damage_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[
     "damage",
     ["truncated", "truncated file", "random", "random behind the mark", "random behind the header", "mark"],
 )
-def test_load_program_of_a_damaged_program_raises(
-    damage: str, damage_outcomes: dict[str, dict[str, int]]
-) -> None:
+def test_load_program_of_a_damaged_program_raises(damage: str, damage_outcomes: dict[str, dict[str, int]]) -> None:
     assert damage_outcomes[damage].keys() <= {"ValueError", "RuntimeError"}
 
 

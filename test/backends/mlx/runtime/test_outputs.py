@@ -55,9 +55,7 @@ def test_execute_with_rows_that_grow_shrink_and_grow_returns_as_many() -> None:
 
 
 def test_execute_with_more_rows_out_than_in_returns_all() -> None:
-    program = load_program(
-        export_function(lambda x: torch.cat([x, x + 1, x], 0), torch.zeros(2, 3), dynamic=True)
-    )
+    program = load_program(export_function(lambda x: torch.cat([x, x + 1, x], 0), torch.zeros(2, 3), dynamic=True))
     method = program.load_method("forward")
     for num_rows in (2, 16, 1):
         x = torch.rand(num_rows, 3)
@@ -194,9 +192,7 @@ def test_execute_of_several_delegates_passes_results_between_them() -> None:
 def test_program_whose_methods_share_weights_imports_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[tuple[int, ...]] = []
     original = delegate._import
-    monkeypatch.setattr(
-        delegate, "_import", lambda tensor: imported.append(tuple(tensor.shape)) or original(tensor)
-    )
+    monkeypatch.setattr(delegate, "_import", lambda tensor: imported.append(tuple(tensor.shape)) or original(tensor))
     program = load_program(tiny_lm())
     forward = program.load_method("forward")
     num_weights = len(imported)
@@ -216,8 +212,7 @@ def test_programs_loaded_together_keep_their_own_weights() -> None:
     for index, module in enumerate(modules):
         torch.nn.init.constant_(module.linear.weight, float(index))
     programs = [
-        load_program(export({"forward": (module, (torch.zeros(2, 4),), ({0: rows()},))}))
-        for module in modules[1:]
+        load_program(export({"forward": (module, (torch.zeros(2, 4),), ({0: rows()},))})) for module in modules[1:]
     ]
     programs += [load_program(affine()), load_program(affine())]
     expected = [*modules[1:], Affine(), Affine()]

@@ -71,7 +71,7 @@ def test_delegate_ids_of_truncated_or_random_bytes_raise_value_error_or_end() ->
     damaged = [whole[:cut] for cut in range(0, len(whole), 9)]
     damaged += [generator.randbytes(size) for size in (0, 1, 3, 4, 5, 8, 100, 1000) for _ in range(20)]
     damaged += [whole[:4] + generator.randbytes(len(whole)) for _ in range(50)]
-    for at in range(0, 1200):
+    for at in range(1200):
         damaged.append(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
     for content in damaged:
         try:

@@ -16,9 +16,7 @@ from executorch_mlx.backends.mlx.runtime.delegate import Loading
 from executorch_mlx.extension.llm.cache import CacheFullError, CacheSession, build
 from oracles.small_programs import affine, cache_config, pointwise, tiny_lm, with_damaged_payload
 
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="reads resident memory from /proc"
-)
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads resident memory from /proc")
 
 MAX_GROWTH_BYTES = 5 << 20
 

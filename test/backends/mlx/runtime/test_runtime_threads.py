@@ -76,10 +76,7 @@ def test_methods_of_one_program_in_two_threads_give_each_its_own_results() -> No
         "shifted": lambda x: x + 3,
     }
     content = export(
-        {
-            name: (Function(function), (torch.zeros(2, 3),), ({0: rows()},))
-            for name, function in functions.items()
-        }
+        {name: (Function(function), (torch.zeros(2, 3),), ({0: rows()},)) for name, function in functions.items()}
     )
     program = load_program(content)
     works = [
@@ -136,9 +133,7 @@ def test_sessions_in_two_threads_under_one_method_do_not_cross() -> None:
     positions = torch.arange(CAPACITY)
 
     def converse(seed: int) -> float:
-        tokens = torch.randint(
-            0, VOCABULARY, (1, CAPACITY), generator=torch.Generator().manual_seed(seed)
-        )
+        tokens = torch.randint(0, VOCABULARY, (1, CAPACITY), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             expected = TinyLM()(tokens, positions)
         worst = 0.0

@@ -123,9 +123,7 @@ def test_build_while_another_thread_imports_the_builders_module_does_not_deadloc
     monkeypatch.setattr(registry, "_lock", threading.RLock())
 
     built: list[Any] = []
-    importer = threading.Thread(
-        target=lambda: importlib.import_module("third_party_cache_builders"), daemon=True
-    )
+    importer = threading.Thread(target=lambda: importlib.import_module("third_party_cache_builders"), daemon=True)
     builder = threading.Thread(target=lambda: built.append(build("ThirdParty", "paged", CONFIG)), daemon=True)
     importer.start()
     assert importing.wait(PATIENCE_S)
@@ -138,9 +136,7 @@ def test_build_while_another_thread_imports_the_builders_module_does_not_deadloc
 
 def test_build_in_many_threads_gives_each_its_own_cache() -> None:
     caches: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda: caches.append(build("eager", "sequence", CONFIG))) for _ in range(8)
-    ]
+    threads = [threading.Thread(target=lambda: caches.append(build("eager", "sequence", CONFIG))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -34,9 +34,7 @@ def pair_of(
     seed: int = 0,
 ) -> SequencePair:
     """Return a cache with a layer per window (None: full history), beside its oracle."""
-    layers = [
-        LayerConfig(n_kv_heads=2, head_dim=8, v_head_dim=v_head_dim, window=window) for window in windows
-    ]
+    layers = [LayerConfig(n_kv_heads=2, head_dim=8, v_head_dim=v_head_dim, window=window) for window in windows]
     config = CacheConfig(capacity, layers, kv_dtype, initial_capacity, max_write)
     return SequencePair(backend, config, q_dtype=q_dtype, seed=seed)
 
@@ -158,9 +156,7 @@ def test_rewind_after_an_aborted_first_step_is_as_in_a_fresh_cache(backend: str)
 
 
 @pytest.mark.parametrize("windows", [(None,), (4,), (None, 3)])
-def test_rewind_at_the_edges_refuses_raises_or_does_nothing(
-    backend: str, windows: tuple[int | None, ...]
-) -> None:
+def test_rewind_at_the_edges_refuses_raises_or_does_nothing(backend: str, windows: tuple[int | None, ...]) -> None:
     pair = pair_of(backend, *windows, max_write=4)
     pair.steps([3, 2])
     assert pair.cache.rewind(6) is False
@@ -215,9 +211,7 @@ def test_step_longer_than_a_ring_takes_is_refused_before_anything_changes(
 
 
 @pytest.mark.parametrize("windows", [(2, 6), (6, 2), (None, 6, 2)])
-def test_max_step_without_max_write_is_the_narrowest_window(
-    backend: str, windows: tuple[int | None, ...]
-) -> None:
+def test_max_step_without_max_write_is_the_narrowest_window(backend: str, windows: tuple[int | None, ...]) -> None:
     pair = pair_of(backend, *windows)
     assert pair.cache.max_step == 2
     with pytest.raises(StepError, match="at most 2"), pair.cache.step():
@@ -464,18 +458,14 @@ def test_attend_with_any_dtypes_answers_in_qs(
 
 @pytest.mark.parametrize("position_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("column", [False, True])
-def test_attend_with_any_form_of_positions_answers_alike(
-    backend: str, position_dtype: str, column: bool
-) -> None:
+def test_attend_with_any_form_of_positions_answers_alike(backend: str, position_dtype: str, column: bool) -> None:
     pair = pair_of(backend, None, 3)
     for num_tokens in (3, 1, 2):
         pair.step(num_tokens, position_dtype=position_dtype, column=column)
 
 
 @pytest.mark.parametrize("positions", [[0.0, 1.0], [[0, 1]], [[0, 1], [2, 3]], [0]])
-def test_attend_with_unusable_positions_raises_and_changes_nothing(
-    backend: str, positions: list[Any]
-) -> None:
+def test_attend_with_unusable_positions_raises_and_changes_nothing(backend: str, positions: list[Any]) -> None:
     pair = pair_of(backend, None)
     with pytest.raises((ValueError, TypeError), match="positions"), pair.cache.step():
         pair.attend(0, pair.rows(0, 2, poisoned=True), positions)
@@ -546,9 +536,7 @@ def test_step_cancelled_by_a_base_exception_aborts(backend: str) -> None:
 
 @pytest.mark.parametrize("verb", ["clear", "rewind", "step"])
 @pytest.mark.parametrize("after_first_layer", [False, True])
-def test_verb_inside_a_step_raises_and_the_step_goes_on(
-    backend: str, verb: str, after_first_layer: bool
-) -> None:
+def test_verb_inside_a_step_raises_and_the_step_goes_on(backend: str, verb: str, after_first_layer: bool) -> None:
     pair = pair_of(backend, None, 3)
     pair.steps([3])
     verbs = {
@@ -596,9 +584,7 @@ def test_attend_outside_a_step_raises(backend: str) -> None:
 
 
 @pytest.mark.parametrize("windows", [(None, None), (None, 4)])
-def test_layer_with_other_positions_than_the_steps_is_refused(
-    backend: str, windows: tuple[int | None, ...]
-) -> None:
+def test_layer_with_other_positions_than_the_steps_is_refused(backend: str, windows: tuple[int | None, ...]) -> None:
     pair = pair_of(backend, *windows)
     pair.steps([3])
     rows = [pair.rows(0, 2), pair.rows(1, 1)]
@@ -628,9 +614,7 @@ def test_layer_that_a_committed_step_left_out_is_refused_until_rewound(backend: 
 
 
 @pytest.mark.parametrize("windows", [(None,), (3,)])
-def test_cache_with_lost_bytes_refuses_steps_until_cleared(
-    backend: str, windows: tuple[int | None, ...]
-) -> None:
+def test_cache_with_lost_bytes_refuses_steps_until_cleared(backend: str, windows: tuple[int | None, ...]) -> None:
     pair = pair_of(backend, *windows)
     pair.steps([3])
     pair.cache.mark_lost("out of memory")

@@ -80,14 +80,10 @@ class SequenceMachine(RuleBasedStateMachine):
         position_dtype=st.sampled_from(["int32", "int64"]),
         column=st.booleans(),
     )
-    def extend(
-        self, num_tokens: int, order: list[int], again: list[int], position_dtype: str, column: bool
-    ) -> None:
+    def extend(self, num_tokens: int, order: list[int], again: list[int], position_dtype: str, column: bool) -> None:
         pair = self.pair
         if pair.oracle.admits(num_tokens):
-            pair.step(
-                num_tokens, calls=self.calls(order, again), position_dtype=position_dtype, column=column
-            )
+            pair.step(num_tokens, calls=self.calls(order, again), position_dtype=position_dtype, column=column)
             return
         full = num_tokens > pair.oracle.capacity - pair.oracle.length
         too_long = pair.oracle.max_step is not None and num_tokens > pair.oracle.max_step
@@ -104,9 +100,7 @@ class SequenceMachine(RuleBasedStateMachine):
             if self.pair.oracle.admits(num_tokens):
                 self.pair.step(num_tokens)
 
-    @rule(
-        num_tokens=num_tokens_of_a_step, layer=st.integers(0, 2), kind=st.integers(0, 4), by=st.integers(1, 9)
-    )
+    @rule(num_tokens=num_tokens_of_a_step, layer=st.integers(0, 2), kind=st.integers(0, 4), by=st.integers(1, 9))
     def extend_at_wrong_positions(self, num_tokens: int, layer: int, kind: int, by: int) -> None:
         pair, layer = self.pair, layer % len(self.pair.layers)
         start = pair.oracle.length
@@ -185,9 +179,7 @@ class SequenceMachine(RuleBasedStateMachine):
         tensor=st.integers(0, 2),
         axis=st.integers(0, 3),
     )
-    def wrong_shape_refused_and_the_step_goes_on(
-        self, num_tokens: int, layer: int, tensor: int, axis: int
-    ) -> None:
+    def wrong_shape_refused_and_the_step_goes_on(self, num_tokens: int, layer: int, tensor: int, axis: int) -> None:
         pair, num_tokens = self.pair, min(num_tokens, self.room)
         with pair.cache.step():
             for current in pair.layers:
@@ -198,9 +190,7 @@ class SequenceMachine(RuleBasedStateMachine):
                     if not allowed:
                         padding = [(0, 1 if index == axis else 0) for index in range(4)]
                         wrong[tensor] = np.pad(wrong[tensor], padding)
-                        at_due = pair.arrays.positions(
-                            range(pair.oracle.length, pair.oracle.length + num_tokens)
-                        )
+                        at_due = pair.arrays.positions(range(pair.oracle.length, pair.oracle.length + num_tokens))
                         with pytest.raises(ValueError, match=f"layer {current}: [qkv] has shape"):
                             pair.attend(current, tuple(wrong), at_due)
                 pair.attend_both(current, pair.rows(current, num_tokens))

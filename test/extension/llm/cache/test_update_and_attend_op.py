@@ -30,13 +30,9 @@ def rows(num_tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 class Attention(torch.nn.Module):
     """Two calls of the op: what an exported model holds."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         first = torch.ops.executorch_mlx.update_and_attend(q, k, v, position, 0, SCALE, torch.float32)
-        return first + torch.ops.executorch_mlx.update_and_attend(
-            q + 1, k, v, position, 1, SCALE, torch.float16
-        )
+        return first + torch.ops.executorch_mlx.update_and_attend(q + 1, k, v, position, 1, SCALE, torch.float16)
 
 
 def test_op_over_prefill_and_decode_equals_dense_attention(session: CacheSession) -> None:
@@ -80,9 +76,7 @@ def test_op_with_any_form_of_positions_equals_dense_attention(
 
 
 @pytest.mark.parametrize("position", [torch.tensor([0.0, 1.0]), torch.tensor([[0, 1]]), torch.tensor([0])])
-def test_op_with_unusable_positions_raises_and_changes_nothing(
-    session: CacheSession, position: torch.Tensor
-) -> None:
+def test_op_with_unusable_positions_raises_and_changes_nothing(session: CacheSession, position: torch.Tensor) -> None:
     with pytest.raises((ValueError, TypeError), match="positions"), session.control.step():
         update_and_attend(*rows(2), position, 0, SCALE, torch.float32)
     assert session.control.position == 0
@@ -91,9 +85,7 @@ def test_op_with_unusable_positions_raises_and_changes_nothing(
 @pytest.mark.parametrize("q_dtype", DTYPES)
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
-def test_op_with_any_dtypes_answers_in_out_dtype(
-    q_dtype: torch.dtype, out_dtype: torch.dtype, kv_dtype: str
-) -> None:
+def test_op_with_any_dtypes_answers_in_out_dtype(q_dtype: torch.dtype, out_dtype: torch.dtype, kv_dtype: str) -> None:
     q, k, v = rows(4, q_dtype)
     cache = build("eager", "sequence", CacheConfig(32, [LAYER], kv_dtype))
     with CacheSession(cache), cache.step():
@@ -147,11 +139,7 @@ def test_op_through_export_and_decompositions_survives_and_runs(dynamic: bool) -
     exported = torch.export.export(
         Attention(), (q, k, v, torch.arange(4)), dynamic_shapes=shapes, strict=False
     ).run_decompositions()
-    calls = [
-        node
-        for node in exported.graph.nodes
-        if node.target is torch.ops.executorch_mlx.update_and_attend.default
-    ]
+    calls = [node for node in exported.graph.nodes if node.target is torch.ops.executorch_mlx.update_and_attend.default]
     assert [node.args[4] for node in calls] == [0, 1]
     assert [node.meta["val"].dtype for node in calls] == [torch.float32, torch.float16]
 

@@ -1,0 +1,43 @@
+# Everything runs in a virtual environment of the project's own, made on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MODEL_DIR ?= out/smollm2
+EXTRA ?= cpu
+
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo   set up, export SmolLM2-135M and answer a question with it"
+	@echo "make test   set up and run the tests"
+	@echo "make lint   set up and check style and types"
+
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard tools/*.py) backends/mlx/csrc/trampoline.cpp
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing PyTorch and ExecuTorch (some minutes)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch executorch "setuptools>=77"
+	@echo "installing executorch-mlx"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable ".[$(EXTRA),llm,dev]"
+	touch $@
+
+$(MODEL_DIR)/model.pte: $(READY)
+	$(BIN)/python -m executorch_mlx.examples.llm.export_llm --model smollm2 --output-dir $(MODEL_DIR)
+
+demo: $(MODEL_DIR)/model.pte
+	$(BIN)/python -m executorch_mlx.examples.llm.run_llm --model-dir $(MODEL_DIR) \
+		--prompt "What is the capital of France?" --max-new-tokens 40
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+# Type checkers do not follow the mapping from executorch_mlx to the repository's root, so they read an installed copy.
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typecheck
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
+	MYPYPATH=build/typecheck $(BIN)/mypy --namespace-packages --explicit-package-bases -p executorch_mlx
+
+clean:
+	rm -rf build dist out *.egg-info
