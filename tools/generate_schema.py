@@ -8,7 +8,11 @@ how wide it is and whether it may be absent follows from FlatBuffers' rules for 
 import re
 
 _DECLARATION = re.compile(r"\b(table|struct|union|enum)\s+(\w+)\s*(?::\s*(\w+)\s*)?\{(.*?)\}", re.S)
-_FIELD = re.compile(r"(\w+)\s*:\s*(\[?)\s*(\w+)\s*\]?\s*(?:=\s*([^\s(;]+))?\s*(\([^)]*\))?\s*$")
+_FIELD = re.compile(
+    r"(?P<name>\w+)\s*:\s*(?:\[\s*(?P<item>\w+)\s*\]|(?P<type>\w+))"
+    r"\s*(?:=\s*(?P<default>[^\s(;]+))?\s*(?:\(\s*(?P<attribute>required|deprecated)\s*\))?\s*$"
+)
+# What program/codec.py can read; another scalar needs a line there first.
 _SCALARS = {"bool", "byte", "double", "float", "int8", "int32", "int64", "uint8", "uint32", "uint64"}
 
 _HEADER = '''"""Field tables of ExecuTorch's MLX wire format.
@@ -32,19 +36,27 @@ def _default(text, type_name, enums):
     return float(text) if type_name in ("float", "double") else int(text)
 
 
+def _enum(body):
+    members, value = {}, 0
+    for member in filter(None, (part.strip() for part in body.split(","))):
+        name, _, given = (piece.strip() for piece in member.partition("="))
+        value = int(given) if given else value
+        members[name] = value
+        value += 1
+    return members
+
+
 def generate(schema: str) -> str:
     """Return Python source holding TABLES, STRUCTS, UNION and ENUMS for the schema text given."""
     text = re.sub(r"//[^\n]*", "", schema)
-    tables, structs, unions, enums = {}, {}, {}, {}
+    tables, structs, unions, enums, bases = {}, {}, {}, {}, {}
     declarations = _DECLARATION.findall(text)
     for kind, name, base, body in declarations:
         if kind == "enum":
-            members = [part.strip() for part in body.split(",") if part.strip()]
-            pairs = [[piece.strip() for piece in member.split("=")] for member in members]
-            enums[name] = {key: int(value) for key, value in pairs}
-            enums[name]["__base__"] = base
+            enums[name], bases[name] = _enum(body), base
         elif kind == "union":
             unions[name] = [part.strip() for part in body.split(",") if part.strip()]
+    known = {"string", *_SCALARS, *unions, *enums, *(name for kind, name, _, _ in declarations)}
     for kind, name, _, body in declarations:
         if kind not in ("table", "struct"):
             continue
@@ -53,16 +65,17 @@ def generate(schema: str) -> str:
             match = _FIELD.match(statement)
             if not match:
                 raise ValueError(f"schema.fbs: cannot read the field {statement!r} of {kind} {name}")
-            field, vector, type_name, default, attributes = match.groups()
+            type_name = match["item"] or match["type"]
+            if type_name not in known:
+                raise ValueError(f"schema.fbs: unknown type {type_name!r} of field {match['name']} of {kind} {name}")
             if type_name in unions:
                 number += 1  # the union's type tag comes first
-            scalar = not vector and (type_name in _SCALARS or type_name in enums)
-            required = "required" in (attributes or "")
-            value = _default(default, type_name, enums) if scalar else None
-            rows.append((field, number, type_name, bool(vector), required, value))
+            scalar = match["type"] is not None and (type_name in _SCALARS or type_name in enums)
+            value = _default(match["default"], type_name, enums) if scalar else None
+            required = match["attribute"] == "required"
+            rows.append((match["name"], number, type_name, match["item"] is not None, required, value))
             number += 1
         (tables if kind == "table" else structs)[name] = rows
-    bases = {name: members.pop("__base__") for name, members in enums.items()}
     parts = [_HEADER, "TABLES = {\n"]
     for name, rows in tables.items():
         parts.append(f"    {name!r}: (\n")

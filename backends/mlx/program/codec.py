@@ -37,7 +37,14 @@ _SCALARS = {
 }
 _SCALARS |= {name: _SCALARS[base] for name, base in ENUM_BASES.items()}
 _STRUCTS: dict[str, type[Tid] | type[Vid]] = {"Tid": Tid, "Vid": Vid}
-_SLOT_TABLES = ("IntOrVid", "FloatOrVid", "VidOrTid", "IntOrVidOrTid")
+# Literal-or-slot tables, and what stands for them in Python.
+_SLOT_TABLES: dict[str, tuple[type, ...]] = {
+    "IntOrVid": (int, Vid),
+    "FloatOrVid": (float, int, Vid),
+    "VidOrTid": (Vid, Tid),
+    "IntOrVidOrTid": (int, Vid, Tid),
+}
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {**_SLOT_TABLES, "Tid": (Tid,), "Vid": (Vid,), "string": (str,)}
 
 
 def read_payload(payload: bytes) -> Graph:
@@ -66,7 +73,11 @@ def read_payload(payload: bytes) -> Graph:
 
 
 def write_payload(graph: Graph) -> bytes:
-    """Encode a graph as a delegate payload."""
+    """Encode a graph as a delegate payload.
+
+    Raises:
+        TypeError: a field holds something else than the format has there, or a required one holds nothing.
+    """
     builder = flatbuffers.Builder(4096)
     builder.Finish(_Writer(builder).table("MLXGraph", graph))
     body = bytes(builder.Output())
@@ -81,6 +92,7 @@ class _Reader:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._budget = len(data) + 1024
+        self._strings: dict[int, str] = {}
 
     def offset(self, at: int) -> int:
         """Return the position that the unsigned offset at ``at`` points to."""
@@ -102,7 +114,8 @@ class _Reader:
                     raise ProgramError(f"the delegate payload is damaged: {name} lacks its field {row.name!r}")
                 values[row.name] = row.default
             elif row.type == "OpNode":
-                tag = self._unpack("<B", at + self._unpack("<H", vtable + entry - 2))
+                tag_place = self._unpack("<H", vtable + entry - 2)
+                tag = self._unpack("<B", at + tag_place) if tag_place else 0
                 values[row.name] = self._op(tag, self.offset(at + place))
             elif row.is_vector:
                 values[row.name] = self._vector(row, self.offset(at + place))
@@ -143,19 +156,20 @@ class _Reader:
         return [self._value(row.type, place) for place in places]
 
     def _string(self, at: int) -> str:
+        if at in self._strings:
+            return self._strings[at]
         length = self._unpack("<I", at)
-        self._spend(length // 64)
+        self._spend(length)
         raw = self._data[at + 4 : at + 4 + length]
         if len(raw) != length:
             raise ProgramError(f"the delegate payload is damaged: a string claims {length} bytes")
         try:
-            return raw.decode()
+            text = self._strings[at] = raw.decode()
         except UnicodeDecodeError as error:
             raise ProgramError(f"the delegate payload is damaged: {error}") from None
+        return text
 
     def _unpack(self, form: str, at: int) -> Any:
-        if at < 0:
-            raise ProgramError("the delegate payload is damaged: an offset points before its start")
         return struct.unpack_from(form, self._data, at)[0]
 
     def _spend(self, units: int) -> None:
@@ -205,6 +219,8 @@ class _Writer:
             return self._instruction(value)
         fields = FIELDS[name]
         values = value if isinstance(value, dict) else {row.name: getattr(value, row.name) for row in fields}
+        for row in fields:
+            _check_field(name, row, values[row.name])
         offsets = {
             row.name: self._offset(row, values[row.name])
             for row in fields
@@ -280,8 +296,20 @@ class _Writer:
         return int(self._builder.Offset())
 
 
+def _check_field(table: str, row: Field, value: Any) -> None:
+    if value is None:
+        if row.required:
+            raise TypeError(f"{table}.{row.name}: required, got None")
+        return
+    expected = _PYTHON_TYPES.get(row.type)
+    for item in value if row.is_vector else (value,):
+        if expected is not None and not isinstance(item, expected):
+            names = " or ".join(kind.__name__ for kind in expected)
+            raise TypeError(f"{table}.{row.name}: expected {names}, got {item!r}")
+
+
 def _slot_fields(name: str, value: Any) -> dict[str, Any]:
-    """The fields of a literal-or-slot table; the slots not meant are zero, as upstream's writer leaves them."""
+    """The fields of a literal-or-slot table; the slots not meant are left out."""
     is_vid, is_tid = isinstance(value, Vid), isinstance(value, Tid)
     fields: dict[str, Any] = {row.name: row.default for row in FIELDS[name]}
     if is_vid or is_tid:

@@ -63,6 +63,9 @@ class Node:
         self.kind = kind
         self.__dict__.update(fields)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Node, (self.kind, dict(self.__dict__))
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{self.kind} has no field {name!r}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from .dtypes import SCALAR_TYPE_NAMES
 from .errors import ProgramError
@@ -83,7 +83,11 @@ def static_shape(index: int, meta: TensorMeta) -> tuple[int, ...]:
         all(dim >= 0 for dim in shape),
         f"tensor {index}: a constant or buffer needs a static shape, got {shape}",
     )
-    _require(math.prod(shape) * 8 <= MAX_TENSOR_BYTES, f"tensor {index}: shape {shape} is too large")
+    _require(
+        math.prod(dim or 1 for dim in shape) * 8 <= MAX_TENSOR_BYTES, f"tensor {index}: shape {shape} is too large"
+    )
+    in_order = meta.dim_order in (None, []) or meta.dim_order == list(range(len(shape)))
+    _require(in_order, f"tensor {index}: a constant or buffer in the dimension order {meta.dim_order}, not row-major")
     return shape
 
 
@@ -128,6 +132,22 @@ def _verify_slot(graph: Graph, slot: SlotVariant, what: str) -> None:
     )
 
 
+class _Scope:
+    """The slots that are defined at a point of a chain: its own, and all that were where the chain was entered."""
+
+    def __init__(self, outer: _Scope | None = None) -> None:
+        self._outer = outer
+        self.own: set[Tid | Vid] = set()
+
+    def __contains__(self, slot: Tid | Vid) -> bool:
+        scope: _Scope | None = self
+        while scope is not None:
+            if slot in scope.own:
+                return True
+            scope = scope._outer
+        return False
+
+
 class _FlowCheck:
     """Walks the chains as they run and keeps what is defined so far.
 
@@ -137,67 +157,75 @@ class _FlowCheck:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        first_output = graph.num_constant_tensors + graph.num_input_tensors
-        first_buffer = first_output + graph.num_output_tensors
-        buffers = range(first_buffer, first_buffer + graph.num_mutable_buffer_tensors)
-        self._inputs = {self._slot(slot) for slot in graph.input_map}
         self._visits = 0
-        self._state = {Tid(index) for index in (*range(graph.num_constant_tensors), *buffers)}
+        self._may_write_constants = False
 
     def run(self) -> None:
         """Raise ProgramError for a slot out of range, read before it is written, or written where it must not be."""
         graph = self._graph
-        defined: set[Tid | Vid] = set(self._state)
+        first_output = graph.num_constant_tensors + graph.num_input_tensors
+        first_buffer = first_output + graph.num_output_tensors
+        buffers = range(first_buffer, first_buffer + graph.num_mutable_buffer_tensors)
+        scope = _Scope()
+        scope.own.update(Tid(index) for index in (*range(graph.num_constant_tensors), *buffers))
         if graph.init_chain_idx >= 0:
-            self._chain(graph.init_chain_idx, defined, (), may_write_constants=True)
-        defined |= self._inputs
-        self._chain(graph.main_chain_idx, defined, (), may_write_constants=False)
+            self._may_write_constants = True
+            self._chain(graph.init_chain_idx, scope, ())
+            self._may_write_constants = False
+        scope.own.update(self._slot(slot) for slot in graph.input_map)
+        self._chain(graph.main_chain_idx, scope, ())
         for position, slot in enumerate(graph.output_map):
-            _require(self._slot(slot) in defined, f"output {position} (slot {slot.idx}) is never written")
+            _require(self._slot(slot) in scope, f"output {position} (slot {slot.idx}) is never written")
 
     @staticmethod
     def _slot(slot: SlotVariant) -> Tid | Vid:
         return Tid(slot.idx) if slot.slot_type == SlotType.TensorSlot else Vid(slot.idx)
 
-    def _chain(self, index: int, defined: set[Tid | Vid], path: tuple[int, ...], *, may_write_constants: bool) -> None:
+    def _chain(self, index: int, scope: _Scope, path: tuple[int, ...]) -> None:
         _require(index not in path, f"instruction chain {index} runs itself")
         _require(len(path) < MAX_CHAIN_DEPTH, f"instruction chains nest deeper than {MAX_CHAIN_DEPTH}")
         path = (*path, index)
-        first_free = 0 if may_write_constants else self._graph.num_constant_tensors
+        first_free = 0 if self._may_write_constants else self._graph.num_constant_tensors
         for step, node in enumerate(self._graph.instruction_chains[index].instructions):
             where = f"chain {index}, instruction {step} ({node.kind})"
-            self._visits += 1
-            _require(self._visits <= MAX_VISITS, f"instruction chains run each other more than {MAX_VISITS} times")
             written = []
             for name, slot in node.slots():
+                self._visit()
                 self._verify_range(slot, where)
                 if name in _WRITTEN_BY_KIND.get(node.kind, _WRITTEN):
                     _require(isinstance(slot, Vid) or slot.idx >= first_free, f"{where} writes constant {slot.idx}")
                     written.append(slot)
                 else:
-                    _require(slot in defined, f"{where}: {name} reads {slot}, which nothing has written yet")
+                    _require(slot in scope, f"{where}: {name} reads {slot}, which nothing has written yet")
+            self._visit()
+            self._control_flow(node, scope, path, where)
+            scope.own.update(written)
 
-            def enter(index: int, before: set[Tid | Vid], where: str = where) -> set[Tid | Vid]:
-                _require(0 <= index < len(self._graph.instruction_chains), f"{where} runs chain {index}")
-                after = set(before)
-                self._chain(index, after, path, may_write_constants=may_write_constants)
-                return after
-
-            self._control_flow(node, defined, enter)
-            defined.update(written)
+    def _visit(self) -> None:
+        self._visits += 1
+        _require(self._visits <= MAX_VISITS, f"instruction chains run each other more than {MAX_VISITS} times")
 
     def _verify_range(self, slot: Tid | Vid, where: str) -> None:
         limit = self._graph.num_tensors if isinstance(slot, Tid) else self._graph.num_values
         _require(slot.idx < limit, f"{where} names {slot}, there are {limit}")
 
-    @staticmethod
-    def _control_flow(
-        node: Node, defined: set[Tid | Vid], enter: Callable[[int, set[Tid | Vid]], set[Tid | Vid]]
-    ) -> None:
+    def _control_flow(self, node: Node, scope: _Scope, path: tuple[int, ...], where: str) -> None:
         if node.kind == "IfNode":
-            branches = [enter(index, defined) for index in (node.then_chain_idx, node.else_chain_idx)]
-            defined |= branches[0] & branches[1]
+            branches = [
+                self._entered(index, scope, (), path, where) for index in (node.then_chain_idx, node.else_chain_idx)
+            ]
+            scope.own |= branches[0] & branches[1]
         elif node.kind == "ScanNode":
-            after = enter(node.body_chain_idx, defined | set(node.sliced))
-            missing = [slot for slot in node.outputs if slot not in after]
+            written = self._entered(node.body_chain_idx, scope, node.sliced, path, where)
+            missing = [slot for slot in node.outputs if slot not in written and slot not in scope]
             _require(not missing, f"ScanNode: its body never writes {missing}")
+
+    def _entered(
+        self, index: int, scope: _Scope, given: Sequence[Tid], path: tuple[int, ...], where: str
+    ) -> set[Tid | Vid]:
+        """Walk a chain that an instruction runs; return what it wrote."""
+        _require(0 <= index < len(self._graph.instruction_chains), f"{where} runs chain {index}")
+        inner = _Scope(scope)
+        inner.own.update(given)
+        self._chain(index, inner, path)
+        return inner.own

@@ -1,4 +1,4 @@
-"""Where another runtime holds "MLXBackend" already, as Apple's does: who runs a program, and what is told about it."""
+"""Where another runtime holds "MLXBackend" already, as Apple's does: who runs a program, and what is told."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from executorch.runtime import Runtime
-from executorch_mlx.backends.mlx import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID, backend_info
+from executorch_mlx.backends.mlx import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID, backend_info, load_program
 from oracles.small_programs import affine, export_function, outside_the_delegate, run_process, tiny_lm
 
 
@@ -27,7 +28,6 @@ def test_registry_of_executorch_lists_both_ids() -> None:
 @pytest.fixture(scope="module")
 def beside_another(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process says in which a stand-in took "MLXBackend" before this package was imported."""
-    import torch
 
     def split(x: torch.Tensor) -> torch.Tensor:
         return outside_the_delegate(x * 2) + x
@@ -89,13 +89,15 @@ def beside_another(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             said[f"{name} by bytes"] = run(load_program(path.read_bytes()), x)
         said["own native"] = run(load_program(folder / "own.pte", native=True), x)
         said["affine native"] = run(load_program(folder / "affine.pte", native=True), x)
-        said["affine native by bytes"] = run(load_program((folder / "affine.pte").read_bytes(), native=True), x)
+        content = (folder / "affine.pte").read_bytes()
+        said["affine native by bytes"] = run(load_program(content, native=True), x)
         said["affine stock"] = run(Runtime.get().load_program(folder / "affine.pte"), x)
         said["bytes kept"] = (folder / "affine.pte").read_bytes().count(b"MLXBackend")
         layer = LayerConfig(n_kv_heads=2, head_dim=8)
         cache = build("MLXBackend", "sequence", CacheConfig(24, [layer, layer], "float32"))
+        tiny = load_program(folder / "tiny.pte")
         with CacheSession(cache):
-            said["tiny"] = run(load_program(folder / "tiny.pte"), torch.zeros(1, 3, dtype=torch.long), torch.arange(3))
+            said["tiny"] = run(tiny, torch.zeros(1, 3, dtype=torch.long), torch.arange(3))
         said["position"] = cache.position
         print(json.dumps(said))
     """
@@ -108,9 +110,6 @@ def beside_another(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
     """The same programs' results where nobody else holds the id."""
-    import torch
-    from executorch_mlx.backends.mlx import load_program
-
     x = torch.arange(8.0).reshape(2, 4)
     program = load_program(affine())
     return {
@@ -160,8 +159,6 @@ def test_attention_beside_another_runtime_uses_the_sessions_cache(beside_another
 
 
 def test_program_exported_to_a_file_is_not_changed_by_loading(tmp_path: Path) -> None:
-    from executorch_mlx.backends.mlx import load_program
-
     path = tmp_path / "affine.pte"
     path.write_bytes(affine())
     load_program(path).load_method("forward")

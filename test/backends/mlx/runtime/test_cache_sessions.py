@@ -118,11 +118,15 @@ def test_execute_inside_a_step_that_the_caller_opened_leaves_it_open(conversatio
 
 
 def test_execute_inside_a_step_that_the_caller_aborts_leaves_the_position(conversation: Conversation) -> None:
-    with CacheSession(sequence_cache()) as session:
-        conversation.step(0, 3)
-        with pytest.raises(InjectedError, match="by the caller"), session.control.step():
+    def abort(control: Any) -> None:
+        with control.step():
             conversation.step(3, 5)
             raise InjectedError("by the caller")
+
+    with CacheSession(sequence_cache()) as session:
+        conversation.step(0, 3)
+        with pytest.raises(InjectedError, match="by the caller"):
+            abort(session.control)
         assert session.control.position == 3
         conversation.step(3, 6)
 
