@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from executorch.runtime import Method as StockMethod
-from executorch.runtime import Program as StockProgram
-from executorch.runtime import Runtime
+# Not through executorch.runtime, which imports ExecuTorch's whole exporter: seconds, on every start.
+import executorch.extension.pybindings._C as bindings
+import torch  # noqa: F401  ExecuTorch's bindings need its libraries
 
 from ..identity import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID
 from ..program.dtypes import SCALAR_TYPE_NAMES as _SCALAR_TYPES
@@ -26,7 +26,7 @@ class Method:
     cache where it was, and the same call may be made again.
     """
 
-    def __init__(self, method: StockMethod, delegates: list[Delegate]) -> None:
+    def __init__(self, method: Any, delegates: list[Delegate]) -> None:
         self._method = method
         self._delegates = [delegate for delegate in delegates if delegate.program.uses_cache]
 
@@ -49,7 +49,7 @@ class Method:
             (cache,) = caches.values() or (None,)
             with nullcontext() if cache is None or cache.in_step else cache.step():
                 try:
-                    outputs: Sequence[Any] = self._method.execute(inputs)
+                    outputs: Sequence[Any] = self._method(inputs)
                 except RuntimeError as failure:
                     raise (take_error() or _explained(failure, self.metadata, inputs)) from failure
                 return outputs
@@ -57,14 +57,16 @@ class Method:
     @property
     def metadata(self) -> Any:
         """ExecuTorch's description of the method's inputs and outputs."""
-        return self._method.metadata
+        return self._method.method_meta()
 
 
 class Program:
     """A loaded program; as ``executorch.runtime.Program``."""
 
-    def __init__(self, program: StockProgram) -> None:
+    def __init__(self, program: Any, data: bytes | None) -> None:
         self._program = program
+        self._data = data  # a program from bytes points into them
+        self._names = {program.get_method_name(index) for index in range(program.num_methods())}
         self._methods: dict[str, Method] = {}
         # Kept by the program, so that methods loaded one after the other share constants.
         self._loading = Loading()
@@ -72,7 +74,7 @@ class Program:
     @property
     def method_names(self) -> set[str]:
         """Names of the program's methods, the constant ones (``get_max_ctx_len`` ...) included."""
-        return set(self._program.method_names)
+        return set(self._names)
 
     def load_method(self, name: str) -> Method:
         """Load a method; the same one each time.
@@ -81,8 +83,7 @@ class Program:
             ValueError: the program has no such method.
             ProgramError: a delegate's payload is damaged or needs what this runtime does not have.
         """
-        if name not in self._program.method_names:
-            raise ValueError(f"the program has no method {name!r}; it has {', '.join(sorted(self.method_names))}")
+        self._check_name(name)
         with LOCK, managed_calls():
             if name not in self._methods:
                 self._methods[name] = self._load(name)
@@ -93,7 +94,6 @@ class Program:
         token = current_loading.set(self._loading)
         try:
             method = self._program.load_method(name)
-            assert method is not None, "load_method returns None for unknown names only"
             return Method(method, self._loading.delegates[loaded_before:])
         except RuntimeError as failure:
             raise (take_error() or failure) from failure
@@ -103,12 +103,17 @@ class Program:
 
     def metadata(self, method_name: str) -> Any:
         """ExecuTorch's description of a method, without loading it."""
-        return self._program.metadata(method_name)
+        self._check_name(method_name)
+        return self._program.method_meta(method_name)
 
     def constants(self) -> dict[str, Any]:
         """Return the values of the constant methods: those that are called ``get_...`` and take nothing."""
-        names = [name for name in self._program.method_names if name.startswith("get_")]
+        names = [name for name in self._names if name.startswith("get_")]
         return {name: _plain(self.load_method(name).execute([])) for name in sorted(names)}
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._names:
+            raise ValueError(f"the program has no method {name!r}; it has {', '.join(sorted(self._names))}")
 
 
 def load_program(source: str | Path | bytes, *, native: bool = False) -> Program:
@@ -134,7 +139,15 @@ def load_program(source: str | Path | bytes, *, native: bool = False) -> Program
     if not native and UPSTREAM_BACKEND_ID not in HELD_BACKEND_IDS:
         data = Path(source).read_bytes() if isinstance(source, (str, Path)) else source
         source = retag(data, UPSTREAM_BACKEND_ID, PLUGIN_BACKEND_ID)
-    return Program(Runtime.get().load_program(source))
+    options = {
+        "enable_etdump": False,
+        "debug_buffer_size": 0,
+        "program_verification": bindings.Verification.InternalConsistency,
+        "data_path": None,
+    }
+    if isinstance(source, (str, Path)):
+        return Program(bindings._load_program(str(source), **options), None)
+    return Program(bindings._load_program_from_buffer(source, **options), source)
 
 
 def _plain(outputs: Sequence[Any]) -> Any:

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Gemma2Config, GptOssConfig, Phi3Config
-
 from executorch_mlx.backends.mlx.passes import AttentionNotRewritableError
 from executorch_mlx.examples.llm import command, export_llm, run_llm, smollm2
 from executorch_mlx.examples.llm.checkpoint import UnsupportedModelError, refuse_unsupported
 from executorch_mlx.examples.llm.export import MODEL_FILE, export_model
 from executorch_mlx.examples.llm.tokenizer import Tokenizer
+from transformers import AutoTokenizer, Gemma2Config, GptOssConfig, Phi3Config
 
 
 def test_export_llm_writes_all_that_run_llm_needs(tiny: Any) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from executorch_mlx.examples.llm.export import MODEL_FILE, export_model
 from executorch_mlx.examples.llm.generation import LanguageModel
 from executorch_mlx.examples.llm.tokenizer import Tokenizer

@@ -252,7 +252,7 @@ def test_step_at_positions_that_are_not_due_raises_and_the_right_one_runs(
 def test_step_without_tokens_raises_and_leaves_the_position(conversation: Conversation) -> None:
     with CacheSession(sequence_cache()) as session:
         conversation.step(0, 3)
-        with pytest.raises(ValueError, match="got none"):
+        with pytest.raises(ValueError, match=r"got none|got \[(1, )?0\]"):
             conversation.run(3, 3)
         assert session.control.position == 3
         conversation.step(3, 4)
