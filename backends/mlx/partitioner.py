@@ -99,6 +99,7 @@ class MLXPartitioner(Partitioner):
         if tags:
             _pull_in_sizes(exported_program)
             tag_constant_data(exported_program)
+            _keep_returned_constants(exported_program)
         self.not_delegated = [
             NotDelegated(name_of(node), reason, _source(node)) for node, reason in support.refusals.items()
         ]
@@ -133,6 +134,13 @@ def _pull_in_sizes(program: ExportedProgram) -> None:
             tags = {user.meta.get("delegation_tag") for user in node.users}
             if len(tags) == 1 and None not in tags:
                 node.meta["delegation_tag"] = tags.pop()
+
+
+def _keep_returned_constants(program: ExportedProgram) -> None:
+    """Leave constants that the program returns outside the delegate, which takes a copy."""
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and any(user.op == "output" for user in node.users):
+            node.meta.pop("delegation_tag", None)
 
 
 def _source(node: Node) -> str:

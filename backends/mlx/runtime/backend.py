@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
 from . import delegate
-from .device import LOCK, mx
+from .device import CLOSING, LOCK, mx
 
 _SUPPORTED_EXECUTORCH = (1, 5)
 _ALREADY_REGISTERED = 0x16
@@ -66,6 +66,7 @@ HELD_BACKEND_IDS = _register()
 @atexit.register
 def _close() -> None:
     """Let a run in another thread finish, and let no other begin: it would outlive the interpreter."""
+    CLOSING.set()
     LOCK.acquire(timeout=_EXIT_TIMEOUT_S)
     _trampoline.close()
 

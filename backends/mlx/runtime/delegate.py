@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ from weakref import WeakValueDictionary
 
 from executorch_mlx.extension.llm.cache.session import active_key, installed_cache
 
-from ..program import Graph, SlotType, read_payload, verify_graph
+from ..program import Graph, ProgramError, SlotType, TensorMeta, read_payload, verify_graph
 from ..program.dtypes import SCALAR_TYPE_NAMES
 from ..program.verify import static_shape
 from .caches import MLXCache
 from .compile import CompiledProgram, check_supported
-from .device import DTYPES, LOCK, STREAM, dtype_name, mx
+from .device import DTYPES, STREAM, dtype_name, exclusive, mx
 
 logger = logging.getLogger("executorch_mlx")
 
@@ -83,8 +83,12 @@ class Delegate:
         verify_graph(graph)
         check_supported(graph)
         shared = Loading() if loading is None else loading
-        with LOCK, mx.stream(STREAM):
-            self.program = CompiledProgram(graph, _import_constants(graph, named_data, shared))
+        with exclusive(), mx.stream(STREAM):
+            constants = _import_constants(graph, named_data, shared)
+            try:
+                self.program = CompiledProgram(graph, constants)
+            except (IndexError, TypeError, ValueError) as error:
+                raise ProgramError(f"an instruction cannot be compiled: {error}") from error
         self._key_at_load = active_key()
         self._inputs = [_tensor_meta(graph, entry) for entry in graph.input_map]
         self._outputs = [_tensor_meta(graph, entry) for entry in graph.output_map]
@@ -117,7 +121,7 @@ class Delegate:
             raise ValueError(
                 f"the delegate takes {num_inputs} inputs and {num_outputs} outputs, got {len(arguments)} arguments"
             )
-        with LOCK, mx.stream(STREAM):
+        with exclusive(), mx.stream(STREAM):
             inputs = [self._input(arguments, index) for index in range(num_inputs)]
             cache = self.cache()
             own_step = nullcontext() if cache is None or cache.in_step else cache.step()
@@ -126,7 +130,8 @@ class Delegate:
                 outputs = [self._as_declared(index, out) for index, out in enumerate(outputs)]
                 self._evaluate(outputs, cache)
                 for index, out in enumerate(outputs):
-                    self._check_output(index, out)
+                    if isinstance(out, mx.array):
+                        _check_shape(f"delegate output {index}", self._outputs[index], out.shape)
                     arguments.set(num_inputs + index, out)
 
     def _input(self, arguments: Any, index: int) -> Any:
@@ -140,6 +145,7 @@ class Delegate:
                 f"delegate input {index}: expected {SCALAR_TYPE_NAMES[meta.scalar_type]}, got"
                 f" {SCALAR_TYPE_NAMES[value.scalar_type]}"
             )
+        _check_shape(f"delegate input {index}", meta, value.shape)
         return _import(value)
 
     def _as_declared(self, index: int, out: Any) -> Any:
@@ -148,21 +154,6 @@ class Delegate:
         if not isinstance(out, mx.array):
             return out
         return mx.contiguous(out if meta is None else out.astype(DTYPES[meta.scalar_type]))
-
-    def _check_output(self, index: int, out: Any) -> None:
-        meta = self._outputs[index]
-        if meta is None or not isinstance(out, mx.array):
-            return
-        # An unbounded or unset maximum admits any size.
-        fits = len(meta.shape) == out.ndim and all(
-            size == dim.value
-            if dim.value >= 0
-            else size >= min(dim.min_value, 1) and (dim.max_value < 0 or size <= dim.max_value)
-            for size, dim in zip(out.shape, meta.shape, strict=False)
-        )
-        if not fits:
-            shape = [dim.value if dim.value >= 0 else f"{dim.min_value}..{dim.max_value}" for dim in meta.shape]
-            raise ValueError(f"delegate output {index}: expected shape {shape}, got {list(out.shape)}")
 
     @staticmethod
     def _evaluate(outputs: list[Any], cache: MLXCache | None) -> None:
@@ -204,6 +195,28 @@ def _guarded(call: Callable[[], None], what: str) -> int:
 def _tensor_meta(graph: Graph, entry: Any) -> Any:
     is_described = entry.slot_type == SlotType.TensorSlot and entry.idx < len(graph.tensor_meta)
     return graph.tensor_meta[entry.idx] if is_described else None
+
+
+def _check_shape(what: str, meta: TensorMeta | None, shape: Sequence[int]) -> None:
+    """Compare with what the program declares.
+
+    Lower bounds are left out: they are the tracer's, to which 0 and 1 are special, not the model's.
+
+    Raises:
+        ValueError: another rank, another static size, or a dynamic one past its bound.
+    """
+    if meta is None:
+        return
+    fits = len(meta.shape) == len(shape) and all(
+        size == dim.value if dim.value >= 0 else dim.max_value < 0 or size <= dim.max_value
+        for size, dim in zip(shape, meta.shape, strict=True)
+    )
+    if not fits:
+        expected = [
+            str(dim.value) if dim.value >= 0 else f"up to {dim.max_value}" if dim.max_value >= 0 else "any"
+            for dim in meta.shape
+        ]
+        raise ValueError(f"{what}: expected shape [{', '.join(expected)}], got {list(shape)}")
 
 
 def _import(tensor: Any) -> mx.array:

@@ -14,12 +14,27 @@ except ImportError as error:
         " 'executorch-mlx[cuda13]' for an NVIDIA GPU (one of the two, never both)"
     ) from error
 
-__all__ = ["DTYPES", "LOCK", "STREAM", "dtype_name", "mx"]
+__all__ = ["CLOSING", "DTYPES", "LOCK", "STREAM", "dtype_name", "exclusive", "mx"]
 
 # MLX's ordinary streams belong to the thread that made them: an array evaluated on one fails in another thread. This
 # one may be used from any thread, by one at a time; the lock sees to that.
 STREAM = mx.new_thread_unsafe_stream(mx.default_device())
 LOCK = threading.RLock()
+CLOSING = threading.Event()
+
+
+class exclusive:  # noqa: N801  a context manager, used like a function
+    """Take MLX for the calling thread. Once the interpreter is exiting, the thread ends here instead (SystemExit)."""
+
+    def __enter__(self) -> None:
+        LOCK.acquire()
+        if CLOSING.is_set() and threading.current_thread() is not threading.main_thread():
+            LOCK.release()
+            raise SystemExit
+
+    def __exit__(self, *_: object) -> None:
+        LOCK.release()
+
 
 DTYPES: dict[int, mx.Dtype] = {
     code: mx.bool_ if name == "bool" else getattr(mx, name) for name, code in SCALAR_TYPE_CODES.items()

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 # Not through executorch.runtime, which imports ExecuTorch's whole exporter: seconds, on every start.
-import executorch.extension.pybindings._C as bindings
+from executorch.extension.pybindings import _C
 import torch  # noqa: F401  ExecuTorch's bindings need its libraries
 
 from ..identity import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID
 from ..program.dtypes import SCALAR_TYPE_NAMES as _SCALAR_TYPES
 from .backend import HELD_BACKEND_IDS
 from .delegate import Delegate, Loading, current_loading, managed_calls, take_error
-from .device import LOCK
+from .device import exclusive
 from .pte import HEAD_BYTES, check_length, retag
 
 
@@ -26,8 +26,9 @@ class Method:
     cache where it was, and the same call may be made again.
     """
 
-    def __init__(self, method: Any, delegates: list[Delegate]) -> None:
+    def __init__(self, method: Any, delegates: list[Delegate], owner: Any) -> None:
         self._method = method
+        self._owner = owner  # the method points into its program
         self._delegates = [delegate for delegate in delegates if delegate.program.uses_cache]
 
     def execute(self, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -44,7 +45,7 @@ class Method:
             Exception: whatever the delegate or its cache raised, as it was raised.
             RuntimeError: ExecuTorch refused the call.
         """
-        with LOCK, managed_calls():
+        with exclusive(), managed_calls():
             caches = {id(cache): cache for cache in (delegate.cache() for delegate in self._delegates)}
             (cache,) = caches.values() or (None,)
             with nullcontext() if cache is None or cache.in_step else cache.step():
@@ -84,7 +85,7 @@ class Program:
             ProgramError: a delegate's payload is damaged or needs what this runtime does not have.
         """
         self._check_name(name)
-        with LOCK, managed_calls():
+        with exclusive(), managed_calls():
             if name not in self._methods:
                 self._methods[name] = self._load(name)
             return self._methods[name]
@@ -94,7 +95,7 @@ class Program:
         token = current_loading.set(self._loading)
         try:
             method = self._program.load_method(name)
-            return Method(method, self._loading.delegates[loaded_before:])
+            return Method(method, self._loading.delegates[loaded_before:], (self._program, self._data))
         except RuntimeError as failure:
             raise (take_error() or failure) from failure
         finally:
@@ -107,7 +108,10 @@ class Program:
         return self._program.method_meta(method_name)
 
     def constants(self) -> dict[str, Any]:
-        """Return the values of the constant methods: those that are called ``get_...`` and take nothing."""
+        """Return the values of the constant methods: those that are called ``get_...`` and take nothing.
+
+        A list of one number comes back as the number: ExecuTorch cannot tell them apart.
+        """
         names = [name for name in self._names if name.startswith("get_")]
         return {name: _plain(self.load_method(name).execute([])) for name in sorted(names)}
 
@@ -142,12 +146,12 @@ def load_program(source: str | Path | bytes, *, native: bool = False) -> Program
     options = {
         "enable_etdump": False,
         "debug_buffer_size": 0,
-        "program_verification": bindings.Verification.InternalConsistency,
+        "program_verification": _C.Verification.InternalConsistency,
         "data_path": None,
     }
     if isinstance(source, (str, Path)):
-        return Program(bindings._load_program(str(source), **options), None)
-    return Program(bindings._load_program_from_buffer(source, **options), source)
+        return Program(_C._load_program(str(source), **options), None)
+    return Program(_C._load_program_from_buffer(source, **options), source)
 
 
 def _plain(outputs: Sequence[Any]) -> Any:
@@ -161,11 +165,16 @@ def _explained(failure: RuntimeError, metadata: Any, inputs: Sequence[Any]) -> E
     if len(inputs) != expected:
         return ValueError(f"the method takes {expected} inputs, got {len(inputs)}")
     for index, value in enumerate(inputs):
-        if not hasattr(value, "dtype"):
+        try:
+            info = metadata.input_tensor_meta(index)
+        except (IndexError, RuntimeError):
+            if hasattr(value, "dtype"):
+                return TypeError(f"input {index}: expected a number, got a tensor")
             continue
-        info = metadata.input_tensor_meta(index)
-        name = str(value.dtype).rsplit(".", 1)[-1]
         wanted = _SCALAR_TYPES.get(int(info.dtype()), str(info.dtype()))
+        if not hasattr(value, "dtype"):
+            return TypeError(f"input {index}: expected {wanted} {list(info.sizes())}, got {type(value).__name__}")
+        name = str(value.dtype).rsplit(".", 1)[-1]
         if name != wanted:
             return TypeError(f"input {index}: expected {wanted}, got {name}")
         if len(value.shape) != len(info.sizes()):

@@ -11,7 +11,7 @@ from flatbuffers.table import Table
 
 # Vtable indices in ExecuTorch's schema/program.fbs.
 _PROGRAM_EXECUTION_PLANS = 1
-_PLAN_DELEGATES = 6
+_PLAN_DELEGATES = 7
 _DELEGATE_ID = 0
 
 HEAD_BYTES = 64
