@@ -7,9 +7,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch  # noqa: F401  ExecuTorch's bindings need its libraries
+
 # Not through executorch.runtime, which imports ExecuTorch's whole exporter: seconds, on every start.
 from executorch.extension.pybindings import _C
-import torch  # noqa: F401  ExecuTorch's bindings need its libraries
 
 from ..identity import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID
 from ..program.dtypes import SCALAR_TYPE_NAMES as _SCALAR_TYPES
