@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,16 +54,28 @@ def module_of(node: Node) -> str:
     return paths[-1] if paths else "the model"
 
 
+_CASTS = frozenset(
+    {
+        "aten::_to_copy",
+        "aten::alias",
+        "aten::alias_copy",
+        "aten::clone",
+        "aten::contiguous",
+        "aten::to",
+        "aten::type_as",
+        "dim_order_ops::_clone_dim_order",
+        "dim_order_ops::_to_dim_order_copy",
+    }
+)
+
+
 def through_casts(node: Any, *, also: tuple[Any, ...] = ()) -> Any:
-    """Return what a chain of dtype casts and clones (and the operators of ``also``) starts from."""
-    casts = (aten._to_copy.default, aten.clone.default, aten.alias_copy.default, *also)
-    while (
-        is_call(node, *casts)
-        or "_to_dim_order_copy" in str(target_of(node))
-        or "_clone_dim_order" in str(target_of(node))
-    ):
+    """Return what a chain of dtype casts and copies (and the operators of ``also``) starts from."""
+    while True:
+        target = target_of(node)
+        if not isinstance(target, torch._ops.OpOverload) or not (target._schema.name in _CASTS or target in also):
+            return node
         node = node.args[0]
-    return node
 
 
 def ancestors(node: Node) -> Iterator[Node]:
@@ -74,6 +87,25 @@ def ancestors(node: Node) -> Iterator[Node]:
         new = [parent for parent in current.all_input_nodes if parent not in seen]
         seen.update(new)
         pending += new
+
+
+def copy_program(program: ExportedProgram) -> ExportedProgram:
+    """Return a copy whose graph, signature and table of constants may be changed; the tensors are shared."""
+    return program._update(
+        copy.deepcopy(program.graph_module),
+        copy.deepcopy(program.graph_signature),
+        constants=dict(program.constants),
+    )
+
+
+def is_functional(program: ExportedProgram) -> bool:
+    """Whether a graph is made of plain operators that change none of their operands."""
+    return all(
+        not target._schema.is_mutable
+        if isinstance(target, torch._ops.OpOverload)
+        else getattr(target, "__module__", None) in ("_operator", "torch", "math")
+        for target in (node.target for node in program.graph.nodes if node.op == "call_function")
+    )
 
 
 def replace(program: ExportedProgram, old: Node, target: Any, args: tuple[Any, ...]) -> Node:

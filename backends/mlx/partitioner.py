@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import operator
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.passes.operator_support import OperatorSupportBase
 
+from .graph import copy_program
 from .identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
 from .lowering.rows import name_of, refusal
 from .passes import FUSIONS
@@ -67,11 +67,7 @@ class MLXPartitioner(Partitioner):
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """Fuse early: every node that is gone spares ExecuTorch a dozen re-tracings of it."""
-        program = exported_program._update(
-            copy.deepcopy(exported_program.graph_module),
-            copy.deepcopy(exported_program.graph_signature),
-            constants=dict(exported_program.constants),
-        )
+        program = copy_program(exported_program)
         for fuse in FUSIONS:
             fuse(program)
         return program

@@ -25,7 +25,18 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from ..graph import ancestors, aten, is_call, module_of, remove_dead_code, replace, shape_of, through_casts
+from ..graph import (
+    ancestors,
+    aten,
+    copy_program,
+    is_call,
+    is_functional,
+    module_of,
+    remove_dead_code,
+    replace,
+    shape_of,
+    through_casts,
+)
 from .evaluate import NotEvaluableError, constants_of, evaluate
 
 POSITION_NAMES = ("position", "positions", "position_ids", "input_pos", "cache_position")
@@ -88,7 +99,8 @@ def rewrite_attention(program: ExportedProgram, position: str | None = None) -> 
         AttentionNotRewritableError: with the module and the reason.
         ValueError: no input of positions.
     """
-    program = program.run_decompositions({})
+    # Decomposing re-traces the model, which takes as long again as exporting it.
+    program = copy_program(program) if is_functional(program) else program.run_decompositions({})
     module = program.graph_module
     constants = constants_of(program)
     _refuse_dropped_sinks(program)
