@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  ExecuTorch's bindings need its libraries
+import torch
 
 # Not through executorch.runtime, which imports ExecuTorch's whole exporter: seconds, on every start.
 from executorch.extension.pybindings import _C
@@ -18,6 +18,24 @@ from .backend import HELD_BACKEND_IDS
 from .delegate import Delegate, Loading, current_loading, managed_calls, take_error
 from .device import exclusive
 from .pte import HEAD_BYTES, check_length, retag
+
+_OLDEST_TORCH = (2, 13)
+
+
+def check_torch(version: str) -> None:
+    """Refuse a torch whose tensors ExecuTorch 1.5's bindings, built against a newer one, would misread.
+
+    Raises:
+        ImportError: naming the version needed.
+    """
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
+        needed = ".".join(map(str, _OLDEST_TORCH))
+        raise ImportError(
+            f"ExecuTorch 1.5 runs with torch {needed} or newer, found {version}: pip install 'torch>={needed}'"
+        )
+
+
+check_torch(torch.__version__)
 
 
 class Method:

@@ -163,3 +163,14 @@ def test_program_exported_to_a_file_is_not_changed_by_loading(tmp_path: Path) ->
     path.write_bytes(affine())
     load_program(path).load_method("forward")
     assert path.read_bytes() == affine()
+
+
+@pytest.mark.parametrize(("version", "works"), [("2.11.0+cu130", False), ("2.13.0", True), ("2.14.1+cpu", True)])
+def test_torch_that_the_bindings_misread_is_refused(version: str, works: bool) -> None:
+    from executorch_mlx.backends.mlx.runtime.loader import check_torch
+
+    if works:
+        check_torch(version)
+    else:
+        with pytest.raises(ImportError, match=r"torch 2.13 or newer, found 2.11"):
+            check_torch(version)
