@@ -43,7 +43,7 @@ RULES: dict[str, set[str]] = {
         "executorch.exir",
         "torch",
     },
-    f"{MLX}.runtime": {f"{MLX}.identity", f"{MLX}.program", CACHE, "executorch", "flatbuffers", "mlx"},
+    f"{MLX}.runtime": {f"{MLX}.identity", f"{MLX}.program", CACHE, "executorch", "flatbuffers", "mlx", "numpy"},
     f"{MLX}.runtime.loader": {f"{MLX}.runtime", f"{MLX}.identity", f"{MLX}.program", "executorch", "torch"},
     LLM: {CACHE, MLX, "executorch", "jinja2", "rich", "tokenizers", "torch", "transformers"},
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..program import Graph, Node, ProgramError, SlotType, Tid, Vid
 from .device import mx
-from .kernels import KERNELS, StepState
+from .kernels import KERNELS, At, StepState
 
 # Views of a constant that are worth making once instead of in each run: a linear layer's transposed weight.
 _FOLDED = ("TransposeNode",)
@@ -39,13 +39,9 @@ class CompiledProgram:
         check_supported(graph)
         nodes = graph.instruction_chains[graph.main_chain_idx].instructions
         self.uses_cache = any(node.kind == "UpdateAndAttendNode" for node in nodes)
-        num_tensors = graph.num_tensors
-
-        def at(slot: Tid | Vid) -> int:
-            return slot.idx if isinstance(slot, Tid) else num_tensors + slot.idx
-
+        at = At(graph.num_tensors, frozenset(_slot(entry) for entry in graph.input_map))
         # The last entry is the run's StepState.
-        self._initial: list[Any] = [None] * (num_tensors + graph.num_values + 1)
+        self._initial: list[Any] = [None] * (graph.num_tensors + graph.num_values + 1)
         for index, array in constants.items():
             self._initial[index] = array
         if graph.init_chain_idx >= 0:

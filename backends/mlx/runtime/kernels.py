@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from executorch_mlx.extension.llm.cache.arguments import host_positions
 
 from ..program import Node, Tid, Vid
@@ -18,9 +19,26 @@ from .device import DTYPES, mx
 
 Env = list[Any]
 Step = Callable[[Env], None]
-At = Callable[[Any], int]
-Row = Callable[[Node, At], Step]
 Getter = Callable[[Env], Any]
+
+
+class At:
+    """Where a program's slots lie in the environment: tensors first, then values."""
+
+    def __init__(self, num_tensors: int, inputs: frozenset[Tid | Vid] = frozenset()) -> None:
+        self._num_tensors = num_tensors
+        self._inputs = inputs
+
+    def __call__(self, slot: Tid | Vid) -> int:
+        """Return a slot's place."""
+        return slot.idx if isinstance(slot, Tid) else self._num_tensors + slot.idx
+
+    def is_input(self, field: Any) -> bool:
+        """Whether a field is a tensor that the caller hands in."""
+        return isinstance(field, Tid) and field in self._inputs
+
+
+Row = Callable[[Node, At], Step]
 
 
 # -- fields that are literals or slots --------------------------------------
@@ -314,8 +332,12 @@ def _sym_size(node: Node, at: At) -> Step:
 
 def _take(node: Node, at: At) -> Step:
     x, index, out, axis = at(node.x), _get(node.index, at), at(node.out), node.axis
+    # MLX does not check indices; those that a caller hands in are checked here, those computed inside are the model's.
+    given = at(node.index) if at.is_input(node.index) else None
 
     def step(env: Env) -> None:
+        if given is not None:
+            env[-1].check_indices(env[given], env[x].shape[axis])
         env[out] = mx.take(env[x], index(env), axis=axis)
 
     return step
@@ -367,6 +389,16 @@ class StepState:
         if known is None or known[0] is not array:
             known = self._host[slot] = (array, host_positions(array))
         return known[1]
+
+    @staticmethod
+    def check_indices(array: mx.array, size: int) -> None:
+        """Raise IndexError where an input's indices lie outside an axis of this size."""
+        indices = np.array(array, copy=False)
+        if indices.size and not (-size <= indices.min() and indices.max() < size):
+            raise IndexError(
+                f"an input holds an index outside 0..{size - 1}: it goes from {int(indices.min())} to"
+                f" {int(indices.max())} (a token id past the vocabulary, or a row past the step's tokens)"
+            )
 
 
 KERNELS: dict[str, Row] = {

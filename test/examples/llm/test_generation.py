@@ -137,6 +137,17 @@ def test_step_longer_than_the_program_allows_is_an_error_that_says_so(tiny: Any)
         model.step(list(range(1, 18)), 0, [0])
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [([1, 300], [0]), ([10**12], [0]), ([1, 2], [2]), ([-301], [0])])
+def test_token_or_row_out_of_range_is_an_error_and_changes_nothing(
+    tiny: Any, tokens: list[int], rows: list[int]
+) -> None:
+    model = LanguageModel(tiny.folder / MODEL_FILE)
+    with CacheSession(model.new_cache(8)) as session:
+        with pytest.raises(IndexError, match="index outside"):
+            model.step(tokens, 0, rows)
+        assert session.control.position == 0
+
+
 def test_program_without_a_session_is_an_error_that_says_so(tiny: Any) -> None:
     model = LanguageModel(tiny.folder / MODEL_FILE)
     with pytest.raises(LookupError, match="no session is active"):
