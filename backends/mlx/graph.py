@@ -42,6 +42,11 @@ def is_call(node: Any, *targets: Any) -> bool:
     return target is not None and any(target is wanted for wanted in targets)
 
 
+def is_plain_add(node: Any) -> bool:
+    """Whether a node adds two operands without scaling one."""
+    return is_call(node, aten.add.Tensor, aten.add.Scalar) and arguments(node).get("alpha", 1) == 1
+
+
 def shape_of(node: Node) -> tuple[Any, ...]:
     """Return a node's shape, with symbols for dynamic dimensions."""
     return tuple(node.meta["val"].shape)
@@ -70,12 +75,17 @@ _CASTS = frozenset(
 
 
 def through_casts(node: Any, *, also: tuple[Any, ...] = ()) -> Any:
-    """Return what a chain of dtype casts and copies (and the operators of ``also``) starts from."""
+    """Return what a chain of copies and floating-point casts (and of the operators of ``also``) starts from."""
     while True:
         target = target_of(node)
         if not isinstance(target, torch._ops.OpOverload) or not (target._schema.name in _CASTS or target in also):
             return node
-        node = node.args[0]
+        source = node.args[0]
+        if node.meta["val"].dtype != source.meta["val"].dtype and not (
+            node.meta["val"].is_floating_point() and source.meta["val"].is_floating_point()
+        ):
+            return node
+        node = source
 
 
 def ancestors(node: Node) -> Iterator[Node]:
@@ -87,6 +97,21 @@ def ancestors(node: Node) -> Iterator[Node]:
         new = [parent for parent in current.all_input_nodes if parent not in seen]
         seen.update(new)
         pending += new
+
+
+def flat_positions(position: Node) -> Node:
+    """Return an input of positions, [n] or [1, n], as [n]; one node serves all who ask."""
+    if position.meta["val"].ndim == 1:
+        return position
+    for user in position.users:
+        if is_call(user, aten.squeeze.dims) and list(user.args[1]) == [0]:
+            return user
+    graph = position.graph
+    after = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
+    with graph.inserting_after(after):
+        flat = graph.call_function(aten.squeeze.dims, (position, [0]))
+    flat.meta = {"val": position.meta["val"].squeeze(0)}
+    return flat
 
 
 def copy_program(program: ExportedProgram) -> ExportedProgram:

@@ -43,7 +43,7 @@ def evaluate(
     Args:
         node: what to compute.
         feeds: a value per placeholder name; constants included.
-        integers: applied to every literal integer of every call, and to integer constants without dimensions.
+        integers: applied to every literal whole number of every call, and to whole constants of one element.
 
     Raises:
         NotEvaluableError: the node depends on a placeholder without a value.
@@ -53,6 +53,8 @@ def evaluate(
     def literal(value: Any) -> Any:
         if isinstance(value, Node):
             return known[value]
+        if type(value) is float and value.is_integer() and abs(value) < 2**53:
+            return float(integers(int(value)))
         return integers(value) if type(value) is int else value
 
     pending = [node]
@@ -81,7 +83,7 @@ def _fed(name: str, feeds: Mapping[str, Any], integers: Callable[[int], int]) ->
     if name not in feeds:
         raise NotEvaluableError(name)
     value = feeds[name]
-    is_integer = isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_floating_point()
-    if is_integer and value.dtype is not torch.bool:
-        return torch.tensor(integers(int(value)), dtype=value.dtype)
+    is_number = isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype is not torch.bool
+    if is_number and float(value).is_integer() and abs(float(value)) < 2**53:
+        return torch.full_like(value, integers(int(value)))
     return value

@@ -18,7 +18,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from ..graph import aten, is_call, remove_dead_code, replace, shape_of, through_casts
+from ..graph import aten, is_call, is_plain_add, remove_dead_code, replace, shape_of, through_casts
 from .evaluate import constants_of
 
 
@@ -65,7 +65,7 @@ def _match_factor(node: Any, x: Any, constants: Mapping[str, Any]) -> float | No
     if not is_call(node, aten.rsqrt.default):
         return None
     total = through_casts(node.args[0])
-    if not is_call(total, aten.add.Tensor, aten.add.Scalar):
+    if not is_plain_add(total):
         return None
     eps = _number(total.args[1], constants)
     if eps is None:

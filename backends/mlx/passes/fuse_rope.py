@@ -23,11 +23,24 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from ..graph import ancestors, arguments, aten, is_call, remove_dead_code, replace, shape_of, through_casts
+from ..graph import (
+    ancestors,
+    arguments,
+    aten,
+    flat_positions,
+    is_call,
+    is_plain_add,
+    remove_dead_code,
+    replace,
+    shape_of,
+    through_casts,
+)
 from .evaluate import NotEvaluableError, constants_of, evaluate
 
 _SHAPES = (aten.unsqueeze.default, aten.unsqueeze_copy.default, aten.view.default, aten.view_copy.default)
-_PROBED = (0, 1, 2, 3, 17, 1000)
+# Each on its own: a table that looks at the positions of the whole step must not pass.
+_PROBED = ((0, 1, 2, 3, 17, 1000), (5000, 40_000), (200_000, 1 << 20))
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @torch.library.custom_op("executorch_mlx::rope", mutates_args=())
@@ -68,15 +81,15 @@ def fuse_rope(program: ExportedProgram) -> None:
             continue
         x, cos, sin = match
         angles = tables.angles(cos, sin)
-        if angles is None or shape_of(x)[-1] != 2 * len(angles.inverse_frequencies):
+        if angles is None or not _fits(node, x, (cos, sin), angles):
             continue
-        replace(program, node, rope._opoverload, (x, angles.position, tables.constant(angles)))
+        replace(program, node, rope._opoverload, (x, tables.positions(angles), tables.constant(angles)))
     remove_dead_code(program.graph_module)
 
 
 def _match(node: Node) -> tuple[Node, Node, Node] | None:
     """Return (x, cos, sin) if a node adds the two halves of a rotation."""
-    if not is_call(node, aten.add.Tensor) or len(node.args) < 2:
+    if not is_plain_add(node) or len(node.args) < 2:
         return None
     for direct, turned in (node.args, reversed(node.args)):
         if not (is_call(direct, aten.mul.Tensor) and is_call(turned, aten.mul.Tensor)):
@@ -86,6 +99,20 @@ def _match(node: Node) -> tuple[Node, Node, Node] | None:
                 if isinstance(x, Node) and isinstance(cos, Node) and _is_rotation(rotated, x) and len(shape_of(x)) == 4:
                     return x, cos, sin
     return None
+
+
+def _fits(node: Node, x: Node, tables: tuple[Node, Node], angles: _Angles) -> bool:
+    """Whether the kernel computes the same: x is [1, H, n, D] with the tables' tokens on n, and keeps its dtype."""
+    shape, tokens = shape_of(x), angles.position.meta["val"].shape[-1]
+    dtype = x.meta["val"].dtype
+    return (
+        shape[0] == 1
+        and shape[2] == tokens
+        and shape[3] == 2 * len(angles.inverse_frequencies)
+        and all(shape_of(table)[-2] == tokens for table in tables)
+        and dtype in _DTYPES
+        and node.meta["val"].dtype == dtype
+    )
 
 
 def _is_rotation(node: Any, x: Node) -> bool:
@@ -142,24 +169,28 @@ class _Tables:
         if len(inputs) != 1:
             return None
         (position,) = inputs
-        if position.meta["val"].ndim != 1:
+        shape = shape_of(position)
+        if len(shape) > 2 or (len(shape) == 2 and shape[0] != 1):
             return None
-        probed = torch.tensor(_PROBED, dtype=position.meta["val"].dtype)
-        feeds = {**self._constants, position.name: probed}
-        try:
-            values = [evaluate(node, feeds).float() for node in (cos, sin)]
-        except (NotEvaluableError, RuntimeError):
-            return None
-        if any(value.numel() != value.shape[-1] * len(_PROBED) for value in values):
-            return None
-        tables = [value.reshape(len(_PROBED), -1) for value in values]
-        dtype = cos.meta["val"].dtype
-        for frequencies in self._candidates(cos, tables[0].shape[-1] // 2):
-            angles = torch.tensor(_PROBED, dtype=torch.float32)[:, None] * frequencies
-            expected = [torch.cat([table, table], dim=-1).to(dtype).float() for table in (angles.cos(), angles.sin())]
-            if all(torch.equal(table, wanted) for table, wanted in zip(tables, expected, strict=True)):
+        for frequencies in self._candidates(cos, int(shape_of(cos)[-1]) // 2):
+            if all(self._agree(cos, sin, position, probed, frequencies) for probed in _PROBED):
                 return _Angles(position, frequencies)
         return None
+
+    def _agree(self, cos: Node, sin: Node, position: Node, probed: tuple[int, ...], frequencies: torch.Tensor) -> bool:
+        """Whether both tables are what these frequencies give, at these positions."""
+        given = torch.tensor(probed, dtype=position.meta["val"].dtype)
+        feeds = {**self._constants, position.name: given.reshape([1] * (len(shape_of(position)) - 1) + [-1])}
+        angles = given[:, None].float() * frequencies
+        for node, half in ((cos, angles.cos()), (sin, angles.sin())):
+            try:
+                value = evaluate(node, feeds)
+            except (NotEvaluableError, RuntimeError):
+                return False
+            expected = torch.cat([half, half], dim=-1).to(value.dtype)
+            if value.numel() != expected.numel() or not torch.equal(value.reshape(expected.shape), expected):
+                return False
+        return True
 
     def _candidates(self, cos: Node, half: int) -> Iterator[torch.Tensor]:
         """Yield what could be the inverse frequencies: each vector of D/2 in the table's graph that is constant."""
@@ -170,6 +201,10 @@ class _Tables:
                     yield evaluate(node, self._constants).detach().float().reshape(-1)
                 except NotEvaluableError:
                     continue
+
+    def positions(self, angles: _Angles) -> Node:
+        """Return the positions as [n]."""
+        return flat_positions(angles.position)
 
     def constant(self, angles: _Angles) -> Node:
         """Return a placeholder for the reciprocal frequencies, lifted into the program once."""

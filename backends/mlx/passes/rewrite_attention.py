@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from executorch_mlx.extension.llm.cache.op import update_and_attend
@@ -29,6 +29,7 @@ from ..graph import (
     ancestors,
     aten,
     copy_program,
+    flat_positions,
     is_call,
     is_functional,
     module_of,
@@ -41,9 +42,11 @@ from .evaluate import NotEvaluableError, constants_of, evaluate
 
 POSITION_NAMES = ("position", "positions", "position_ids", "input_pos", "cache_position")
 
-# Masks are computed for this many consecutive positions; windows that reach further are probed with smaller ones.
-_PROBED_POSITIONS = 48
-_PROBES = (16, 24)
+# Masks are computed for so many consecutive positions from 0, and for so many around each of their constants.
+_MANY_POSITIONS = 512
+_FEW_POSITIONS = 48
+# What a constant is shrunk to, to see whether it is the window: less than the few positions.
+_PROBES = (3, 16, 24)
 
 
 class AttentionNotRewritableError(ValueError):
@@ -112,7 +115,7 @@ def rewrite_attention(program: ExportedProgram, position: str | None = None) -> 
             "the model", "it calls no scaled_dot_product_attention; load it with attn_implementation='sdpa'"
         )
     windows = _Windows(program, position_node, constants)
-    flat_position = _flat(position_node)
+    flat_position = flat_positions(position_node)
     layers: list[AttentionLayer] = []
     shared: dict[tuple[Node, Node], int] = {}
     for call in calls:
@@ -194,7 +197,7 @@ class _Attention:
 
 def _unrepeated(node: Node) -> Node:
     """Return the keys or values before their heads were repeated for grouped queries."""
-    if is_call(node, aten.repeat_interleave.self_int) and node.args[2] == 1:
+    if is_call(node, aten.repeat_interleave.self_int) and node.args[2] in (1, -3):
         return node.args[0]
     current = node
     if is_call(current, aten.view.default, aten._unsafe_view.default, aten.reshape.default):
@@ -243,18 +246,6 @@ def _position_input(program: ExportedProgram, name: str | None) -> Node:
     raise ValueError(f"no input of positions: expected one of {', '.join(wanted)} among {', '.join(inputs)}")
 
 
-def _flat(position: Node) -> Node:
-    """Return the positions as [n]."""
-    if position.meta["val"].ndim == 1:
-        return position
-    graph = position.graph
-    after = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
-    with graph.inserting_after(after):
-        flat = graph.call_function(aten.squeeze.dims, (position, [0]))
-    flat.meta = {"val": position.meta["val"].squeeze(0)}
-    return flat
-
-
 # -- refusals -----------------------------------------------------------------
 
 
@@ -283,7 +274,13 @@ def _refuse_decomposed(nodes: Iterable[Node]) -> None:
 
 
 class _Windows:
-    """Finds which window a mask stands for; models share one mask among the layers of a kind."""
+    """Finds which window a mask stands for; models share one mask among the layers of a kind.
+
+    A mask is computed, as it is, for many consecutive positions from 0, and for some around each of its constants:
+    there it must be causal within one window. A window wider than that shows when its constant is shrunk: the mask must
+    then be causal within a window that follows the constant. A constant whose shrinking does anything else is not
+    understood, and the mask is refused.
+    """
 
     def __init__(self, program: ExportedProgram, position: Node, constants: dict[str, Any]) -> None:
         self._position = position
@@ -304,54 +301,82 @@ class _Windows:
         return self._found[mask]
 
     def _window(self, mask: Node, where: str) -> int | None:
-        visible = self._visible(mask, where)
+        not_understood = AttentionNotRewritableError(
+            where, "its mask is neither causal nor causal within a sliding window of constant width"
+        )
+        try:
+            visible = self._visible(mask, where, range(_MANY_POSITIONS))
+        except (RuntimeError, IndexError):
+            # A mask kept in a buffer may be no larger than the model's context.
+            visible = self._visible(mask, where, range(_FEW_POSITIONS))
         window = _window_of(visible)
         if window is None:
-            raise AttentionNotRewritableError(
-                where, "its mask is neither causal nor causal within a sliding window of constant width"
-            )
-        if window < _PROBED_POSITIONS:
-            return window
-        return self._far_window(mask, where)
+            raise not_understood
+        numbers = self._numbers(mask)
+        if window == len(visible):
+            window = self._far_window(mask, where, numbers, range(window), not_understood)
+        for number in numbers:
+            start = max(0, abs(number) - _FEW_POSITIONS // 2)
+            try:
+                visible = self._visible(mask, where, range(start, start + _FEW_POSITIONS))
+            except (RuntimeError, IndexError):
+                continue
+            if _window_of(visible) != min(window or _FEW_POSITIONS, _FEW_POSITIONS):
+                raise not_understood
+        return window
 
-    def _far_window(self, mask: Node, where: str) -> int | None:
-        """Find a window that reaches past the probed positions: shrink each constant and see whether it follows."""
-        for constant in sorted(self._integers(mask)):
-            offsets = set()
+    def _far_window(
+        self,
+        mask: Node,
+        where: str,
+        numbers: Iterable[int],
+        positions: range,
+        not_understood: AttentionNotRewritableError,
+    ) -> int | None:
+        """Find a window that reaches past the computed positions: shrink each constant and see whether it follows."""
+        found: set[int] = set()
+        for number in numbers:
+            windows = []
             for probe in _PROBES:
+                replacement = probe if number > 0 else -probe
                 try:
-                    visible = self._visible(mask, where, {constant: probe})
-                except (RuntimeError, IndexError, AttentionNotRewritableError):
-                    break
-                window = _window_of(visible)
-                if window is None or window >= _PROBED_POSITIONS:
-                    break
-                offsets.add(window - probe)
-            else:
-                if len(offsets) == 1:
-                    return constant + offsets.pop()
-        return None
+                    visible = self._visible(mask, where, positions, {number: replacement})
+                except (RuntimeError, IndexError):
+                    continue  # not a number but a size: the graph does not run with another one
+                windows.append((probe, _window_of(visible)))
+            if all(window == len(positions) for _, window in windows):
+                continue
+            offsets = {window - probe if window is not None else None for probe, window in windows}
+            if len(offsets) != 1 or None in offsets or len(windows) < len(_PROBES):
+                raise not_understood
+            found.add(abs(number) + cast("int", offsets.pop()))
+        if len(found) > 1:
+            raise not_understood
+        return found.pop() if found else None
 
-    def _integers(self, mask: Node) -> set[int]:
-        """Integers of the mask's graph that could be a window wider than what was probed."""
+    def _numbers(self, mask: Node) -> list[int]:
+        """Whole numbers of the mask's graph that could set how far it reaches."""
         found: set[int] = set()
 
         def collect(value: Any) -> Any:
-            if type(value) is int and _PROBED_POSITIONS <= value < 2**62:
-                found.add(value)
+            is_whole = type(value) is int or (type(value) is float and value.is_integer())
+            if is_whole and max(_PROBES) < abs(value) < 2**62:
+                found.add(int(value))
             return value
 
         for node in ancestors(mask):
             torch.fx.node.map_aggregate((node.args, node.kwargs), collect)
             value = self._constants.get(node.name) if node.op == "placeholder" else None
-            if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_floating_point():
-                collect(int(value))
-        return found
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype is not torch.bool:
+                collect(value.item())
+        return sorted(found)
 
-    def _visible(self, mask: Node, where: str, replaced: dict[int, int] | None = None) -> torch.Tensor:
+    def _visible(
+        self, mask: Node, where: str, positions: range, replaced: dict[int, int] | None = None
+    ) -> torch.Tensor:
         """Compute the mask for consecutive positions; bool [n, n], True where a query sees a key."""
         replaced = replaced or {}
-        feeds = {**self._constants, **self._feeds(mask, where)}
+        feeds = {**self._constants, **self._feeds(mask, where, positions)}
         try:
             value = evaluate(mask, feeds, lambda number: replaced.get(number, number))
         except NotEvaluableError as error:
@@ -360,25 +385,25 @@ class _Windows:
             hidden = value == -math.inf
             if not bool((hidden | (value == 0)).all()):
                 raise AttentionNotRewritableError(
-                    where,
-                    "its mask adds a bias to the scores (such as ALiBi); only 0 and -inf can be expressed",
+                    where, "its mask adds a bias to the scores (such as ALiBi); only 0 and -inf can be expressed"
                 )
             value = ~hidden
-        n = _PROBED_POSITIONS
+        n = len(positions)
         if value.ndim > 2 and any(size != 1 for size in value.shape[:-2]):
             raise AttentionNotRewritableError(where, f"its mask differs between heads or batches: {list(value.shape)}")
         return value.reshape(value.shape[-2:]).expand(n, n)
 
-    def _feeds(self, mask: Node, where: str) -> dict[str, Any]:
-        """Give the positions 0..47 and, to inputs whose shape alone is used, zeros of the right size."""
-        n = _PROBED_POSITIONS
+    def _feeds(self, mask: Node, where: str, positions: range) -> dict[str, Any]:
+        """Give the positions and, to inputs whose shape alone is used, zeros of the right size."""
+        n = len(positions)
         symbol = self._position.meta["val"].shape[-1]
         feeds: dict[str, Any] = {}
         within = set(ancestors(mask))
         for name, node in self._inputs.items():
             value = node.meta["val"]
             if node is self._position:
-                feeds[name] = torch.arange(n, dtype=value.dtype).reshape([n] if value.ndim == 1 else [1, n])
+                given = torch.arange(positions.start, positions.stop, dtype=value.dtype)
+                feeds[name] = given.reshape([n] if value.ndim == 1 else [1, n])
                 continue
             readers = [user for user in node.users if user in within]
             if any(not is_call(user, aten.sym_size.int) for user in readers):

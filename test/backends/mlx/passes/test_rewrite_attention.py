@@ -44,6 +44,18 @@ def windowed(window: int) -> type[PlainAttentionModel]:
     return Windowed
 
 
+def masked(rule) -> type[PlainAttentionModel]:
+    """A model whose mask is causal and, besides, rule(query positions [n, 1], key positions [1, n])."""
+
+    class Masked(PlainAttentionModel):
+        def attend(self, q, k, v, position):
+            queries, keys = position[:, None], position[None, :]
+            mask = (keys <= queries) & rule(queries, keys)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None], enable_gqa=True)
+
+    return Masked
+
+
 class WindowInBuffer(PlainAttentionModel):
     def __init__(self) -> None:
         super().__init__()
@@ -90,6 +102,13 @@ ACCEPTED = {
     "window_past_the_probe": (windowed(48), 48),
     "window_4096": (windowed(4096), 4096),
     "window_in_a_buffer": (WindowInBuffer, 100),
+    "window_of_negative_distance": (masked(lambda q, k: k - q > -128), 128),
+    "far_window_of_negative_distance": (masked(lambda q, k: k - q > -4096), 4096),
+    "far_window_by_sum": (masked(lambda q, k: k >= q + (-4095)), 4096),
+    "window_at_most": (masked(lambda q, k: q - k <= 47), 48),
+    "window_of_halves": (masked(lambda q, k: (q - k) // 2 < 64), 128),
+    "far_window_of_floats": (masked(lambda q, k: (q - k).float() < 4096.0), 4096),
+    "far_window_in_a_vector": (masked(lambda q, k: q - k < torch.tensor([4096])), 4096),
     "heads_repeated_by_expand": (RepeatedByExpand, None),
     "heads_repeat_interleaved": (RepeatInterleaved, None),
     "own_scale": (OwnScale, None),
@@ -253,6 +272,14 @@ REFUSED = {
     "written_out": (WrittenOut, "written out as matmul and softmax"),
     "dropout": (Dropout, "dropout 0.5"),
     "blockwise_mask": (Blockwise, "neither causal nor causal within a sliding window"),
+    "chunks_of_64": (masked(lambda q, k: q // 64 == k // 64), "neither causal"),
+    "chunks_of_8192": (masked(lambda q, k: q // 8192 == k // 8192), "neither causal"),
+    "window_and_first_tokens": (masked(lambda q, k: (k > q - 128) | (k < 4)), "neither causal"),
+    "far_window_and_first_tokens": (masked(lambda q, k: (k > q - 4096) | (k < 4)), "neither causal"),
+    "far_window_of_halves": (masked(lambda q, k: (q - k) // 2 < 4096), "neither causal"),
+    "far_window_of_a_product": (masked(lambda q, k: (q - k) // 47 < 100), "neither causal"),
+    "a_break_at_100": (masked(lambda q, k: (q < 100) | (k >= 100)), "neither causal"),
+    "a_break_at_5000": (masked(lambda q, k: (q < 5000) | (k >= 5000)), "neither causal"),
     "mask_per_head": (MaskPerHead, "differs between heads"),
     "anti_causal": (AntiCausal, "neither causal"),
     "positions_not_wired": (PositionsNotWired, "nothing but its attention masks used the input 'position'"),
