@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 MODEL_DIR ?= out/smollm2
 EXTRA ?= cpu
 
+.DELETE_ON_ERROR:
 .PHONY: help demo test lint clean
 
 help:

@@ -114,6 +114,7 @@ def test_modules_import_each_other_without_cycles() -> None:
         ("import executorch_mlx.backends.mlx", ("torch", "mlx", "executorch.exir")),
         ("from executorch_mlx.backends.mlx import load_program", ("executorch.exir", "transformers")),
         ("from executorch_mlx.backends.mlx import MLXPartitioner", ("mlx.core", "transformers")),
+        ("import executorch_mlx.examples.llm.run_llm", ("executorch.exir", "transformers")),
         ("from executorch_mlx.backends.mlx.runtime import compile", ("torch", "executorch.exir")),
     ],
 )

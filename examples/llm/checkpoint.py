@@ -17,7 +17,8 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
 )
 _REFUSED_MODELS = {"gpt_oss": "its attention sinks are dropped by SDPA"}
 _REFUSED_ROPE = {
-    "longrope": "it chooses its frequencies by the longest position of a step, whose sequences then disturb each other"
+    "dynamic": "it scales its frequencies by the longest position of a step, whose sequences then disturb each other",
+    "longrope": "it chooses its frequencies by the longest position of a step, whose sequences then disturb each other",
 }
 
 
@@ -73,8 +74,9 @@ def refuse_unsupported(config: Any) -> None:
     if model_type in _REFUSED_MODELS:
         reasons.append(_REFUSED_MODELS[model_type])
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
-    if rope_type in _REFUSED_ROPE:
-        reasons.append(_REFUSED_ROPE[rope_type])
+    # One set of parameters, or one per kind of layer.
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") in _REFUSED_ROPE:
+            reasons.append(_REFUSED_ROPE[parameters["rope_type"]])
     if reasons:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be exported: {'; '.join(reasons)}")

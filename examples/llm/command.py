@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from executorch_mlx.extension.llm.cache import CacheError
 from rich.console import Console
+
+from executorch_mlx.extension.llm.cache import CacheError
 
 EXPECTED_ERRORS = (ValueError, TypeError, LookupError, OSError, RuntimeError, CacheError)
 

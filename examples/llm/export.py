@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass
+
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, MLXPartitioner
 from executorch_mlx.backends.mlx.partitioner import NotDelegated
 from executorch_mlx.backends.mlx.passes import AttentionLayer, rewrite_attention
 
-MODEL_FILE = "model.pte"
+from .folder import MODEL_FILE
 
 Progress = Callable[[str], None]
 
@@ -86,7 +87,7 @@ def export_model(
 
     Raises:
         AttentionNotRewritableError: an attention of the model cannot be served by a cache outside the program.
-        ValueError: a limit is out of range.
+        ValueError: a limit is out of range, or the model cannot be traced with a dynamic number of tokens.
     """
     config: Any = model.config
     trained_context = int(getattr(config, "max_position_embeddings", 0) or max_context or 0)
@@ -94,6 +95,8 @@ def export_model(
     for name, value in (("max_context", context), ("max_step_tokens", max_step_tokens)):
         if value < 2:
             raise ValueError(f"{name}: expected 2 or more, got {value}")
+    if trained_context and context > trained_context:
+        raise ValueError(f"max_context: the model's own limit is {trained_context}, got {context}")
     step = min(max_step_tokens, context)
     seconds: dict[str, float] = {}
 
@@ -123,8 +126,11 @@ def export_model(
         # Inputs and outputs are used where they lie; planned ones would be copied in and out.
         planning = MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False)
         program = lowered.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning))
-        with path.open("wb") as file:
+        # Whole or not at all: a half-written program must not be taken for one.
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
             program.write_to_file(file)
+        part.replace(path)
     delegates = [node for node in lowered.exported_program("forward").graph.nodes if node.op == "get_attr"]
     return Report(
         path=path,
@@ -140,12 +146,14 @@ def _trace(model: torch.nn.Module, step: int) -> torch.export.ExportedProgram:
     # An example size of 1 would make the axis static.
     example = (torch.zeros(1, 3, dtype=torch.long), torch.arange(3), torch.arange(2))
     tokens, rows = torch.export.Dim("n", min=1, max=step), torch.export.Dim("m", min=1, max=step)
-    return torch.export.export(
-        FlatCausalLM(model),
-        example,
-        dynamic_shapes={"input_ids": {1: tokens}, "position": {0: tokens}, "logits_rows": {0: rows}},
-        strict=False,
-    )
+    shapes = {"input_ids": {1: tokens}, "position": {0: tokens}, "logits_rows": {0: rows}}
+    try:
+        return torch.export.export(FlatCausalLM(model), example, dynamic_shapes=shapes, strict=False)
+    except Exception as error:  # torch.export raises what the model's own code or its tracer raises
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        raise ValueError(
+            f"{type(model).__name__} cannot be traced with a dynamic number of tokens: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _constant_methods(

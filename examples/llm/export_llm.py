@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import torch
+
 from executorch_mlx.backends.mlx.identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
 
 from . import command

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, load_program
-from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, LayerConfig, build
+from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, build, layers_from_constants
 
 OnToken = Callable[[int], None]
 
@@ -75,15 +76,7 @@ class LanguageModel:
 
     def new_cache(self, capacity: int, kv_dtype: str = "float32") -> Any:
         """Build a cache for one sequence of up to ``capacity`` tokens."""
-        constants = self._constants
-        heads, dims = _list(constants["get_kv_heads"]), _list(constants["get_head_dims"])
-        value_dims = _list(constants.get("get_v_head_dims", dims))
-        layers = [
-            LayerConfig(n_kv_heads, head_dim, v_head_dim, window or None)
-            for n_kv_heads, head_dim, v_head_dim, window in zip(
-                heads, dims, value_dims, _list(constants["get_windows"]), strict=True
-            )
-        ]
+        layers = layers_from_constants(self._constants)
         config = CacheConfig(capacity=capacity, layers=layers, kv_dtype=kv_dtype, max_write=self.max_step)
         return build(UPSTREAM_BACKEND_ID, "sequence", config)
 
@@ -162,8 +155,3 @@ class LanguageModel:
             chunk = prompt[at : at + self.max_step]
             logits = self.step(chunk, start + at, [len(chunk) - 1])
         return logits[0]
-
-
-def _list(values: Any) -> list[int]:
-    """A constant method with one layer gives a number, with several a list."""
-    return [int(value) for value in values] if isinstance(values, list) else [int(values)]

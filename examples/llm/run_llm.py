@@ -10,7 +10,7 @@ from executorch_mlx.extension.llm.cache import CacheSession
 from executorch_mlx.extension.llm.cache.config import KV_DTYPES
 
 from . import command
-from .export import MODEL_FILE
+from .folder import MODEL_FILE
 from .generation import Generation, LanguageModel
 from .tokenizer import Tokenizer
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from executorch_mlx.extension.llm.cache import CacheConfig, build
 
 from .arrays import ARRAYS

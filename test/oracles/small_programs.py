@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, MLXPartitioner
 from executorch_mlx.backends.mlx.passes import rewrite_attention
 from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig

@@ -6,10 +6,11 @@
 // serves every supported Python version.
 //
 // Ownership of what Python sees:
-//   Tensor     read-only view of memory, exported through DLPack. A constant owns
-//              its FreeableBuffer and lives as long as any DLPack consumer does;
-//              an argument borrows ExecuTorch's memory and is closed when the
-//              call returns.
+//   Tensor     read-only view of memory, exported through DLPack. A constant
+//   owns
+//              its FreeableBuffer and lives as long as any DLPack consumer
+//              does; an argument borrows ExecuTorch's memory and is closed when
+//              the call returns.
 //   NamedData  borrows the program's named data map during init.
 //   Arguments  borrows the delegate call's EValues during execute.
 
@@ -20,6 +21,8 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <memory>
 #include <new>
 #include <string>
 #include <utility>
@@ -80,7 +83,7 @@ struct DLManagedTensor {
   void (*deleter)(DLManagedTensor*);
 };
 
-constexpr int32_t kDLCPU = 1;
+constexpr int32_t kDLCPU = 1, kDLCUDAHost = 3, kDLCUDAManaged = 13;
 
 struct DTypeRow {
   ScalarType scalar_type;
@@ -117,7 +120,8 @@ const DTypeRow* find_dtype(int scalar_type) {
 // Owns a Python reference; the GIL must be held where it is used.
 class Ref {
  public:
-  explicit Ref(PyObject* object = nullptr) : object_(object) {}
+  explicit Ref(PyObject* object = nullptr) : object_(object) {
+  }
   Ref(const Ref&) = delete;
   Ref& operator=(const Ref&) = delete;
   ~Ref() {
@@ -137,9 +141,23 @@ class Ref {
   PyObject* object_;
 };
 
+// C++ exceptions must not pass through CPython's frames.
+template <typename Body>
+PyObject* guarded(Body body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
 class GilGuard {
  public:
-  GilGuard() : state_(PyGILState_Ensure()) {}
+  GilGuard() : state_(PyGILState_Ensure()) {
+  }
   ~GilGuard() {
     PyGILState_Release(state_);
   }
@@ -157,12 +175,11 @@ PyObject* named_data_type = nullptr;
 PyObject* arguments_type = nullptr;
 
 struct TensorObject {
-  PyObject_HEAD
-  PyObject* shape; // tuple[int, ...]
+  PyObject_HEAD PyObject* shape;  // tuple[int, ...]
   const DTypeRow* dtype;
-  void* data; // nullptr once closed
+  void* data;  // nullptr once closed
   bool open;
-  FreeableBuffer* buffer; // owned; nullptr for a borrowed view
+  FreeableBuffer* buffer;  // owned; nullptr for a borrowed view
 };
 
 PyObject* make_tensor(
@@ -170,8 +187,8 @@ PyObject* make_tensor(
     const DTypeRow* dtype,
     const void* data,
     FreeableBuffer* buffer) {
-  auto* self = PyObject_New(
-      TensorObject, reinterpret_cast<PyTypeObject*>(tensor_type));
+  auto* self =
+      PyObject_New(TensorObject, reinterpret_cast<PyTypeObject*>(tensor_type));
   if (self == nullptr) {
     delete buffer;
     return nullptr;
@@ -243,30 +260,31 @@ PyObject* tensor_dlpack(TensorObject* self, PyObject*, PyObject*) {
         "this tensor belonged to a delegate call that has returned");
     return nullptr;
   }
-  auto* exported = new ExportedTensor();
-  if (!shape_from_tuple(self->shape, exported->shape)) {
-    delete exported;
-    return nullptr;
-  }
-  exported->owner = reinterpret_cast<PyObject*>(self);
-  exported->managed.manager_ctx = exported;
-  exported->managed.deleter = exported_deleter;
-  exported->managed.dl_tensor = {
-      self->data,
-      {kDLCPU, 0},
-      static_cast<int32_t>(exported->shape.size()),
-      self->dtype->dl,
-      exported->shape.data(),
-      nullptr,
-      0};
-  PyObject* capsule = PyCapsule_New(
-      &exported->managed, "dltensor", exported_capsule_destructor);
-  if (capsule == nullptr) {
-    delete exported;
-    return nullptr;
-  }
-  Py_INCREF(self);
-  return capsule;
+  return guarded([&]() -> PyObject* {
+    auto exported = std::make_unique<ExportedTensor>();
+    if (!shape_from_tuple(self->shape, exported->shape)) {
+      return nullptr;
+    }
+    exported->owner = reinterpret_cast<PyObject*>(self);
+    exported->managed.manager_ctx = exported.get();
+    exported->managed.deleter = exported_deleter;
+    exported->managed.dl_tensor = {
+        self->data,
+        {kDLCPU, 0},
+        static_cast<int32_t>(exported->shape.size()),
+        self->dtype->dl,
+        exported->shape.data(),
+        nullptr,
+        0};
+    PyObject* capsule = PyCapsule_New(
+        &exported->managed, "dltensor", exported_capsule_destructor);
+    if (capsule == nullptr) {
+      return nullptr;
+    }
+    exported.release();  // the capsule's deleter frees it
+    Py_INCREF(self);
+    return capsule;
+  });
 }
 
 PyObject* tensor_dlpack_device(TensorObject*, PyObject*) {
@@ -294,7 +312,11 @@ PyMethodDef tensor_methods[] = {
     {}};
 
 PyGetSetDef tensor_getset[] = {
-    {"shape", reinterpret_cast<getter>(tensor_get_shape), nullptr, nullptr, nullptr},
+    {"shape",
+     reinterpret_cast<getter>(tensor_get_shape),
+     nullptr,
+     nullptr,
+     nullptr},
     {"scalar_type",
      reinterpret_cast<getter>(tensor_get_scalar_type),
      nullptr,
@@ -323,8 +345,7 @@ PyType_Spec tensor_spec = {
 // ---------------------------------------------------------------------------
 
 struct NamedDataObject {
-  PyObject_HEAD
-  const NamedDataMap* map; // nullptr once init has returned
+  PyObject_HEAD const NamedDataMap* map;  // nullptr once init has returned
 };
 
 void named_data_dealloc(NamedDataObject* self) {
@@ -355,43 +376,43 @@ PyObject* named_data_tensor(NamedDataObject* self, PyObject* args) {
         key,
         scalar_type);
   }
-  std::vector<int64_t> shape;
-  if (!shape_from_tuple(shape_tuple, shape)) {
-    return nullptr;
-  }
-  if (self->map == nullptr) {
-    return PyErr_Format(
-        PyExc_ValueError,
-        "constant '%s' was asked for, but the program carries no named data",
-        key);
-  }
-  auto found = self->map->get_data(std::string_view(key, key_size));
-  if (!found.ok()) {
-    return PyErr_Format(
-        PyExc_ValueError,
-        "constant '%s' is not in the program's named data (error 0x%x)",
-        key,
-        static_cast<unsigned>(found.error()));
-  }
-  // The verifier has bounded every dimension and their product.
-  uint64_t expected = dtype->dl.bits / 8;
-  for (int64_t dim : shape) {
-    expected *= static_cast<uint64_t>(dim);
-  }
-  auto* buffer = new FreeableBuffer(std::move(found.get()));
-  // ExecuTorch pads a segment's end, never its front; more bytes than asked for
-  // would mean another shape or dtype.
-  if (buffer->size() != expected) {
-    PyErr_Format(
-        PyExc_ValueError,
-        "constant '%s' holds %zu bytes, but its shape and dtype need %llu",
-        key,
-        buffer->size(),
-        static_cast<unsigned long long>(expected));
-    delete buffer;
-    return nullptr;
-  }
-  return make_tensor(shape_tuple, dtype, buffer->data(), buffer);
+  return guarded([&]() -> PyObject* {
+    std::vector<int64_t> shape;
+    if (!shape_from_tuple(shape_tuple, shape)) {
+      return nullptr;
+    }
+    if (self->map == nullptr) {
+      return PyErr_Format(
+          PyExc_ValueError,
+          "constant '%s' was asked for, but the program carries no named data",
+          key);
+    }
+    auto found = self->map->get_data(std::string_view(key, key_size));
+    if (!found.ok()) {
+      return PyErr_Format(
+          PyExc_ValueError,
+          "constant '%s' is not in the program's named data (error 0x%x)",
+          key,
+          static_cast<unsigned>(found.error()));
+    }
+    // The verifier has bounded every dimension and their product.
+    uint64_t expected = dtype->dl.bits / 8;
+    for (int64_t dim : shape) {
+      expected *= static_cast<uint64_t>(dim);
+    }
+    auto* buffer = new FreeableBuffer(std::move(found.get()));
+    if (buffer->size() != expected) {
+      PyErr_Format(
+          PyExc_ValueError,
+          "constant '%s' holds %zu bytes, but its shape and dtype need %llu",
+          key,
+          buffer->size(),
+          static_cast<unsigned long long>(expected));
+      delete buffer;
+      return nullptr;
+    }
+    return make_tensor(shape_tuple, dtype, buffer->data(), buffer);
+  });
 }
 
 PyMethodDef named_data_methods[] = {
@@ -418,9 +439,8 @@ PyType_Spec named_data_spec = {
 // ---------------------------------------------------------------------------
 
 struct ArgumentsObject {
-  PyObject_HEAD
-  Span<EValue*>* values; // nullptr once execute has returned
-  std::vector<TensorObject*>* views; // strong references, closed on return
+  PyObject_HEAD Span<EValue*>* values;  // nullptr once execute has returned
+  std::vector<TensorObject*>* views;    // strong references, closed on return
 };
 
 void arguments_close(ArgumentsObject* self) {
@@ -495,7 +515,9 @@ PyObject* arguments_get(ArgumentsObject* self, PyObject* arg) {
   }
   if (!value->isTensor()) {
     return PyErr_Format(
-        PyExc_TypeError, "argument %zd is neither a tensor nor a scalar", index);
+        PyExc_TypeError,
+        "argument %zd is neither a tensor nor a scalar",
+        index);
   }
   const auto& tensor = value->toTensor();
   const DTypeRow* dtype = find_dtype(static_cast<int>(tensor.scalar_type()));
@@ -510,13 +532,16 @@ PyObject* arguments_get(ArgumentsObject* self, PyObject* arg) {
   if (!shape) {
     return nullptr;
   }
-  PyObject* view =
-      make_tensor(shape.get(), dtype, tensor.const_data_ptr(), nullptr);
-  if (view != nullptr) {
-    Py_INCREF(view);
-    self->views->push_back(reinterpret_cast<TensorObject*>(view));
-  }
-  return view;
+  return guarded([&]() -> PyObject* {
+    self->views->reserve(self->views->size() + 1);
+    PyObject* view =
+        make_tensor(shape.get(), dtype, tensor.const_data_ptr(), nullptr);
+    if (view != nullptr) {
+      Py_INCREF(view);
+      self->views->push_back(reinterpret_cast<TensorObject*>(view));
+    }
+    return view;
+  });
 }
 
 bool write_tensor(Py_ssize_t index, EValue* value, PyObject* array) {
@@ -530,13 +555,26 @@ bool write_tensor(Py_ssize_t index, EValue* value, PyObject* array) {
     return false;
   }
   const DLTensor& source = managed->dl_tensor;
+  if (source.device.device_type != kDLCPU &&
+      source.device.device_type != kDLCUDAHost &&
+      source.device.device_type != kDLCUDAManaged) {
+    PyErr_Format(
+        PyExc_ValueError,
+        "output argument %zd lies in memory of DLPack device type %d, which "
+        "the "
+        "host cannot read",
+        index,
+        source.device.device_type);
+    return false;
+  }
   auto& target = value->toTensor();
   const DTypeRow* dtype = find_dtype(static_cast<int>(target.scalar_type()));
   if (dtype == nullptr || dtype->dl.code != source.dtype.code ||
       dtype->dl.bits != source.dtype.bits || source.dtype.lanes != 1) {
     PyErr_Format(
         PyExc_TypeError,
-        "output argument %zd has scalar type %d, got DLPack code %d with %d bits",
+        "output argument %zd has scalar type %d, got DLPack code %d with %d "
+        "bits",
         index,
         static_cast<int>(target.scalar_type()),
         source.dtype.code,
@@ -559,7 +597,8 @@ bool write_tensor(Py_ssize_t index, EValue* value, PyObject* array) {
   }
   Error error = executorch::runtime::resize_tensor(
       target, ArrayRef<SizesType>(sizes.data(), sizes.size()));
-  size_t nbytes = static_cast<size_t>(expected_stride) * (source.dtype.bits / 8);
+  size_t nbytes =
+      static_cast<size_t>(expected_stride) * (source.dtype.bits / 8);
   if (error != Error::Ok || target.nbytes() != nbytes) {
     PyErr_Format(
         PyExc_ValueError,
@@ -591,10 +630,14 @@ PyObject* arguments_set(ArgumentsObject* self, PyObject* args) {
     return nullptr;
   }
   if (value->isTensor()) {
-    if (!write_tensor(index, value, source)) {
-      return nullptr;
-    }
-  } else if (PyBool_Check(source)) {
+    return guarded([&]() -> PyObject* {
+      if (!write_tensor(index, value, source)) {
+        return nullptr;
+      }
+      Py_RETURN_NONE;
+    });
+  }
+  if (PyBool_Check(source)) {
     *value = EValue(PyObject_IsTrue(source) == 1);
   } else if (PyLong_Check(source)) {
     int64_t number = PyLong_AsLongLong(source);
@@ -620,7 +663,10 @@ Py_ssize_t arguments_len(ArgumentsObject* self) {
 
 PyMethodDef arguments_methods[] = {
     {"get", reinterpret_cast<PyCFunction>(arguments_get), METH_O, nullptr},
-    {"set", reinterpret_cast<PyCFunction>(arguments_set), METH_VARARGS, nullptr},
+    {"set",
+     reinterpret_cast<PyCFunction>(arguments_set),
+     METH_VARARGS,
+     nullptr},
     {}};
 
 PyType_Slot arguments_slots[] = {
@@ -640,8 +686,9 @@ PyType_Spec arguments_spec = {
 // The backend
 // ---------------------------------------------------------------------------
 
-// The Python side catches its own errors and returns an error code; an exception
-// that still arrives here is printed, never left set (it would abort the process).
+// The Python side catches its own errors and returns an error code; an
+// exception that still arrives here is printed, never left set (it would abort
+// the process).
 Error report_unexpected(PyObject* callable) {
   PyErr_WriteUnraisable(callable);
   return Error::Internal;
@@ -675,7 +722,10 @@ class PythonBackend final : public BackendInterface {
     processed->Free();
     named_data->map = context.get_named_data_map();
     Ref result(PyObject_CallFunctionObjArgs(
-        init_, payload.get(), reinterpret_cast<PyObject*>(named_data), nullptr));
+        init_,
+        payload.get(),
+        reinterpret_cast<PyObject*>(named_data),
+        nullptr));
     named_data->map = nullptr;
     Py_DECREF(reinterpret_cast<PyObject*>(named_data));
     if (!result) {
@@ -698,7 +748,11 @@ class PythonBackend final : public BackendInterface {
       return report_unexpected(execute_);
     }
     arguments->values = &args;
-    arguments->views = new std::vector<TensorObject*>();
+    arguments->views = new (std::nothrow) std::vector<TensorObject*>();
+    if (arguments->views == nullptr) {
+      free_object(arguments);
+      return Error::MemoryAllocationFailed;
+    }
     Ref result(PyObject_CallFunctionObjArgs(
         execute_,
         static_cast<PyObject*>(handle),
@@ -725,8 +779,8 @@ class PythonBackend final : public BackendInterface {
   PyObject* execute_;
 };
 
-// register_backend(name, init, execute) -> int: ExecuTorch's error code, 0 for ok.
-// The registry keeps the name and the backend for the life of the process.
+// register_backend(name, init, execute) -> int: ExecuTorch's error code, 0 for
+// ok. The registry keeps the name and the backend for the life of the process.
 PyObject* register_backend(PyObject*, PyObject* args) {
   const char* name = nullptr;
   PyObject* init = nullptr;
@@ -738,11 +792,13 @@ PyObject* register_backend(PyObject*, PyObject* args) {
     return PyLong_FromLong(
         static_cast<long>(Error::RegistrationAlreadyRegistered));
   }
-  auto* kept_name = new std::string(name);
-  auto* backend = new PythonBackend(init, execute);
-  Error error =
-      executorch::runtime::register_backend({kept_name->c_str(), backend});
-  return PyLong_FromLong(static_cast<long>(error));
+  return guarded([&]() -> PyObject* {
+    auto* kept_name = new std::string(name);
+    auto* backend = new PythonBackend(init, execute);
+    Error error =
+        executorch::runtime::register_backend({kept_name->c_str(), backend});
+    return PyLong_FromLong(static_cast<long>(error));
+  });
 }
 
 PyObject* close_trampoline(PyObject*, PyObject*) {
@@ -766,7 +822,7 @@ PyModuleDef module_def = {
     nullptr,
     nullptr};
 
-} // namespace
+}  // namespace
 
 PyMODINIT_FUNC PyInit__trampoline() {
   tensor_type = PyType_FromSpec(&tensor_spec);

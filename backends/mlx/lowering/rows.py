@@ -17,6 +17,9 @@ from ..graph import arguments, target_of
 from ..program.dtypes import SCALAR_TYPE_CODES
 from .builder import GraphBuilder, flat_ints, scalar_type
 
+# Past the end of any axis.
+_LIMIT = 2**31 - 1
+
 Lower = Callable[[GraphBuilder, Node], None]
 Check = Callable[[Node], "str | None"]
 
@@ -125,7 +128,7 @@ def _reduction(kind: str) -> Row:
     def lower(builder: GraphBuilder, node: Node) -> None:
         given = arguments(node)
         x = builder.cast(given["self"], _dtype(given["self"]), _dtype(node) if kind != "AnyNode" else torch.bool)
-        axes = given.get("dim")
+        axes = given.get("dim") if _rank(given["self"]) else None
         builder.emit(
             kind,
             x=x,
@@ -211,14 +214,13 @@ def _slice(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
     axis = given["dim"] % _rank(node)
     start, stop = given["start"], given["end"]
-    limit = 2**31 - 1
     builder.emit(
         "SliceNode",
         x=builder.read(given["self"]),
         out=builder.write(node),
         axis=axis,
         start=0 if start is None else builder.read(start),
-        stop=limit if stop is None else min(stop, limit) if isinstance(stop, int) else builder.read(stop),
+        stop=_LIMIT if stop is None else min(stop, _LIMIT) if isinstance(stop, int) else builder.read(stop),
         step=given["step"],
     )
 
@@ -230,19 +232,18 @@ def _check_slice(node: Node) -> str | None:
 
 def _select(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
-    axis = given["dim"] % _rank(given["self"])
-    builder.emit(
-        "TakeNode",
-        x=builder.read(given["self"]),
-        out=builder.write(node),
-        index=builder.read(given["index"]),
-        axis=axis,
-    )
+    axis, index = given["dim"] % _rank(given["self"]), given["index"]
+    x = builder.read(given["self"])
+    if index >= 0:
+        builder.emit("TakeNode", x=x, out=builder.write(node), index=index, axis=axis)
+        return
+    kept = builder.temp()
+    builder.emit("SliceNode", x=x, out=kept, axis=axis, start=index, stop=index + 1 or _LIMIT)
+    builder.emit("SqueezeNode", x=kept, out=builder.write(node), dims=[axis])
 
 
 def _check_select(node: Node) -> str | None:
-    index = arguments(node)["index"]
-    return None if isinstance(index, int) and index >= 0 else "its index is not a constant >= 0"
+    return None if isinstance(arguments(node)["index"], int) else "its index is not a constant"
 
 
 def _cat(builder: GraphBuilder, node: Node) -> None:
@@ -338,6 +339,17 @@ def _gather(builder: GraphBuilder, node: Node) -> None:
     )
 
 
+def _check_gather(node: Node) -> str | None:
+    given = arguments(node)
+    source, index = given["self"].meta["val"].shape, given["index"].meta["val"].shape
+    others = [axis for axis in range(len(source)) if axis != given["dim"] % max(len(source), 1)]
+    return None if all(source[axis] == index[axis] for axis in others) else "its index covers a part of other axes only"
+
+
+def _check_floats(node: Node) -> str | None:
+    return None if _dtype(node).is_floating_point else "MLX multiplies matrices of floats only"
+
+
 def _linear(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
     weight = builder.temp()
@@ -406,7 +418,8 @@ def _rms_norm(builder: GraphBuilder, node: Node) -> None:
         x=builder.read(given["input"]),
         weight=None if weight is None else builder.read(weight),
         out=builder.write(node),
-        eps=torch.finfo(_dtype(node)).eps if eps is None else eps,
+        # torch computes half precision in float32, and takes that type's default.
+        eps=torch.finfo(torch.float32).eps if eps is None else eps,
     )
 
 
@@ -536,6 +549,12 @@ def _full_like(builder: GraphBuilder, node: Node) -> None:
     )
 
 
+def _check_fill(node: Node) -> str | None:
+    value = arguments(node)["fill_value"]
+    is_exact = not isinstance(value, int) or abs(value) <= 2**53
+    return None if is_exact else f"the format holds its value {value} as a float, which is not exact"
+
+
 def _scalar_tensor(builder: GraphBuilder, node: Node) -> None:
     builder.alias(node, _operand(builder, node.args[0], _dtype(node)))
 
@@ -644,13 +663,13 @@ ROWS: dict[str, Row] = {
     "aten.embedding.default": Row(_embedding),
     "aten.index_select.default": Row(_index_select),
     "aten.index.Tensor": Row(_index, _check_index),
-    "aten.gather.default": Row(_gather),
+    "aten.gather.default": Row(_gather, _check_gather),
     # the model's heavy parts
-    "aten.linear.default": Row(_linear),
-    "aten.matmul.default": Row(_matmul),
-    "aten.mm.default": Row(_matmul),
-    "aten.bmm.default": Row(_matmul),
-    "aten.addmm.default": Row(_addmm),
+    "aten.linear.default": Row(_linear, _check_floats),
+    "aten.matmul.default": Row(_matmul, _check_floats),
+    "aten.mm.default": Row(_matmul, _check_floats),
+    "aten.bmm.default": Row(_matmul, _check_floats),
+    "aten.addmm.default": Row(_addmm, _check_floats),
     "aten.layer_norm.default": Row(_layer_norm, _check_norm),
     "aten.rms_norm.default": Row(_rms_norm, _check_norm),
     "aten.scaled_dot_product_attention.default": Row(_sdpa, _check_sdpa),
@@ -660,8 +679,8 @@ ROWS: dict[str, Row] = {
     # new tensors
     "aten.arange.default": Row(_arange, _check_arange),
     "aten.arange.start_step": Row(_arange, _check_arange),
-    "aten.full.default": Row(_full),
-    "aten.full_like.default": Row(_full_like),
+    "aten.full.default": Row(_full, _check_fill),
+    "aten.full_like.default": Row(_full_like, _check_fill),
     "aten.scalar_tensor.default": Row(_scalar_tensor),
     # symbolic integers
     "aten.sym_size.int": Row(_sym_size),

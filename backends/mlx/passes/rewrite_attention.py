@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from executorch_mlx.extension.llm.cache.op import update_and_attend
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
+
+from executorch_mlx.extension.llm.cache.op import update_and_attend
 
 from ..graph import (
     ancestors,

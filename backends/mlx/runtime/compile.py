@@ -13,6 +13,12 @@ from .kernels import KERNELS, At, StepState
 # Views of a constant that are worth making once instead of in each run: a linear layer's transposed weight.
 _FOLDED = ("TransposeNode",)
 
+# Instructions that hand their operand's numbers on.
+_SAME_NUMBERS = frozenset(
+    {"AsTypeNode", "BroadcastToNode", "ContiguousNode", "ExpandDimsNode", "IdCopyNode", "ReshapeNode", "SliceNode"}
+    | {"SqueezeNode", "TransposeNode"}
+)
+
 
 class CompiledProgram:
     """A delegate's graph as a function of its inputs.
@@ -39,11 +45,12 @@ class CompiledProgram:
         check_supported(graph)
         nodes = graph.instruction_chains[graph.main_chain_idx].instructions
         self.uses_cache = any(node.kind == "UpdateAndAttendNode" for node in nodes)
-        at = At(graph.num_tensors, frozenset(_slot(entry) for entry in graph.input_map))
+        at = At(graph.num_tensors, _handed_in(graph, nodes))
         # The last entry is the run's StepState.
         self._initial: list[Any] = [None] * (graph.num_tensors + graph.num_values + 1)
         for index, array in constants.items():
             self._initial[index] = array
+        self._initial[-1] = StepState(None)
         if graph.init_chain_idx >= 0:
             for node in graph.instruction_chains[graph.init_chain_idx].instructions:
                 KERNELS[node.kind](node, at)(self._initial)
@@ -86,6 +93,9 @@ def check_supported(graph: Graph) -> None:
             f"this runtime does not implement {', '.join(unknown)}; the program needs it: export the model without"
             " these operators in the delegate"
         )
+    init = graph.instruction_chains[graph.init_chain_idx].instructions if graph.init_chain_idx >= 0 else []
+    if any(node.kind == "UpdateAndAttendNode" for node in init):
+        raise ProgramError("the program attends over a KV cache while it is loaded, before there can be one")
     if graph.num_mutable_buffer_tensors:
         raise ProgramError(
             f"the program keeps {graph.num_mutable_buffer_tensors} mutable buffers; this runtime keeps state in KV"
@@ -95,6 +105,15 @@ def check_supported(graph: Graph) -> None:
 
 def _slot(entry: Any) -> Tid | Vid:
     return Tid(entry.idx) if entry.slot_type == SlotType.TensorSlot else Vid(entry.idx)
+
+
+def _handed_in(graph: Graph, nodes: list[Node]) -> frozenset[Tid | Vid]:
+    """Inputs, and what is the same numbers in another shape or dtype."""
+    found = {_slot(entry) for entry in graph.input_map}
+    for node in nodes:
+        if node.kind in _SAME_NUMBERS and node.x in found:
+            found.add(node.out)
+    return frozenset(found)
 
 
 def _folded_nodes(graph: Graph, nodes: list[Node]) -> list[Node]:

@@ -68,9 +68,10 @@ class managed_calls:  # noqa: N801  a context manager, used like a function
 
 
 def _keep(error: BaseException, what: str) -> int:
-    """Keep an exception for the calling thread and return the code that stands for it."""
-    _raised.error = error
-    if not getattr(_raised, "managed", 0):
+    """Keep an exception for whoever raises it again, or log it, and return the code that stands for it."""
+    if getattr(_raised, "managed", 0):
+        _raised.error = error
+    else:
         logger.error("%s failed: %s: %s", what, type(error).__name__, error, exc_info=error)
     return _INVALID_ARGUMENT if isinstance(error, (ValueError, TypeError, LookupError)) else _INTERNAL
 

@@ -23,16 +23,26 @@ LOCK = threading.RLock()
 CLOSING = threading.Event()
 
 
+_held = threading.local()
+
+
 class exclusive:  # noqa: N801  a context manager, used like a function
-    """Take MLX for the calling thread. Once the interpreter is exiting, the thread ends here instead (SystemExit)."""
+    """Take MLX for the calling thread; may be nested.
+
+    Once the interpreter is exiting, another thread than the main one waits here for good: there are only daemon threads
+    left then, and a call begun now would outlive the interpreter.
+    """
 
     def __enter__(self) -> None:
         LOCK.acquire()
-        if CLOSING.is_set() and threading.current_thread() is not threading.main_thread():
+        depth = getattr(_held, "depth", 0)
+        if depth == 0 and CLOSING.is_set() and threading.current_thread() is not threading.main_thread():
             LOCK.release()
-            raise SystemExit
+            threading.Event().wait()
+        _held.depth = depth + 1
 
     def __exit__(self, *_: object) -> None:
+        _held.depth -= 1
         LOCK.release()
 
 

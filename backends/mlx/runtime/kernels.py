@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from executorch_mlx.extension.llm.cache.arguments import host_positions
 
 from ..program import Node, Tid, Vid
@@ -25,17 +26,20 @@ Getter = Callable[[Env], Any]
 class At:
     """Where a program's slots lie in the environment: tensors first, then values."""
 
-    def __init__(self, num_tensors: int, inputs: frozenset[Tid | Vid] = frozenset()) -> None:
+    def __init__(self, num_tensors: int, handed_in: frozenset[Tid | Vid] = frozenset()) -> None:
         self._num_tensors = num_tensors
-        self._inputs = inputs
+        self._handed_in = handed_in
 
     def __call__(self, slot: Tid | Vid) -> int:
         """Return a slot's place."""
         return slot.idx if isinstance(slot, Tid) else self._num_tensors + slot.idx
 
-    def is_input(self, field: Any) -> bool:
-        """Whether a field is a tensor that the caller hands in."""
-        return isinstance(field, Tid) and field in self._inputs
+    def is_handed_in(self, field: Any) -> bool:
+        """Whether a field is a tensor of numbers that the caller hands in.
+
+        MLX does not check indices: what comes from outside is checked, what the model computes is its own affair.
+        """
+        return isinstance(field, Tid) and field in self._handed_in
 
 
 Row = Callable[[Node, At], Step]
@@ -332,8 +336,7 @@ def _sym_size(node: Node, at: At) -> Step:
 
 def _take(node: Node, at: At) -> Step:
     x, index, out, axis = at(node.x), _get(node.index, at), at(node.out), node.axis
-    # MLX does not check indices; those that a caller hands in are checked here, those computed inside are the model's.
-    given = at(node.index) if at.is_input(node.index) else None
+    given = at(node.index) if at.is_handed_in(node.index) else None
 
     def step(env: Env) -> None:
         if given is not None:
@@ -345,8 +348,11 @@ def _take(node: Node, at: At) -> Step:
 
 def _take_along_axis(node: Node, at: At) -> Step:
     x, indices, out, axis = at(node.x), at(node.indices), at(node.out), node.axis
+    is_handed_in = at.is_handed_in(node.indices)
 
     def step(env: Env) -> None:
+        if is_handed_in:
+            env[-1].check_indices(env[indices], env[x].shape[axis])
         env[out] = mx.take_along_axis(env[x], env[indices], axis=axis)
 
     return step
@@ -396,7 +402,7 @@ class StepState:
         indices = np.array(array, copy=False)
         if indices.size and not (-size <= indices.min() and indices.max() < size):
             raise IndexError(
-                f"an input holds an index outside 0..{size - 1}: it goes from {int(indices.min())} to"
+                f"an input holds an index outside {-size}..{size - 1}: it goes from {int(indices.min())} to"
                 f" {int(indices.max())} (a token id past the vocabulary, or a row past the step's tokens)"
             )
 

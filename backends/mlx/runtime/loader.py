@@ -131,7 +131,7 @@ class Program:
 
         A list of one number comes back as the number: ExecuTorch cannot tell them apart.
         """
-        names = [name for name in self._names if name.startswith("get_")]
+        names = [n for n in self._names if n.startswith("get_") and self._program.method_meta(n).num_inputs() == 0]
         return {name: _plain(self.load_method(name).execute([])) for name in sorted(names)}
 
     def _check_name(self, name: str) -> None:

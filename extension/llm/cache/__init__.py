@@ -4,7 +4,7 @@ This package is the tensor-free core. It imports the standard library only; ``op
 are imported by whoever exports or runs a model eagerly.
 """
 
-from .config import CacheConfig, LayerConfig
+from .config import CacheConfig, LayerConfig, layers_from_constants
 from .errors import CacheError, CacheFullError, CacheLostError, StepError
 from .faces import BatchControl, CacheControl, CacheLayout, SequenceControl
 from .plan import LayerPlan, Mask, Run
@@ -30,5 +30,6 @@ __all__ = [
     "StepError",
     "active_cache",
     "build",
+    "layers_from_constants",
     "register_builder",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 KV_DTYPES = ("float32", "float16", "bfloat16")
@@ -41,6 +41,31 @@ class LayerConfig:
     def value_dim(self) -> int:
         """Elements of a value: ``v_head_dim`` where given, else ``head_dim``."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+
+def layers_from_constants(constants: Mapping[str, int | list[int]]) -> list[LayerConfig]:
+    """Return the layers that an exported program asks for.
+
+    Args:
+        constants: values of its constant methods: ``get_kv_heads``, ``get_head_dims``, ``get_windows`` (0: full
+            attention) and, where values are not as wide as keys, ``get_v_head_dims``. ExecuTorch gives a list of one
+            number as the number.
+
+    Raises:
+        ValueError: the program has no such methods, or they differ in length.
+    """
+    names = ("get_kv_heads", "get_head_dims", "get_windows")
+    missing = [name for name in names if name not in constants]
+    if missing:
+        raise ValueError(f"the program does not describe its KV caches: it lacks {', '.join(missing)}")
+    rows = [constants[name] for name in (*names, "get_v_head_dims") if name in constants]
+    columns = [row if isinstance(row, list) else [row] for row in rows]
+    if len({len(column) for column in columns}) != 1:
+        raise ValueError(f"the program's cache descriptions differ in length: {[len(column) for column in columns]}")
+    return [
+        LayerConfig(heads, dim, v_dims[0] if v_dims else None, window or None)
+        for heads, dim, window, *v_dims in zip(*columns, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

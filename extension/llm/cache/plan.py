@@ -59,12 +59,3 @@ class LayerPlan:
     def num_tokens(self) -> int:
         """Tokens of the step."""
         return self.stop - self.start
-
-    @property
-    def num_keys(self) -> int:
-        """Keys read."""
-        return self.stop - self.first_key
-
-    def sees(self, query: int, key: int) -> bool:
-        """Whether the query at one position may see the key at another (both logical)."""
-        return key <= query and (self.window is None or key > query - self.window)

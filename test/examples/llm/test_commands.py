@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer, Gemma2Config, GptOssConfig, LlamaConfig, Phi3Config
+
 from executorch_mlx.backends.mlx.passes import AttentionNotRewritableError
 from executorch_mlx.examples.llm import command, export_llm, run_llm, smollm2
 from executorch_mlx.examples.llm.checkpoint import UnsupportedModelError, refuse_unsupported
-from executorch_mlx.examples.llm.export import MODEL_FILE, export_model
+from executorch_mlx.examples.llm.export import export_model
+from executorch_mlx.examples.llm.folder import MODEL_FILE
 from executorch_mlx.examples.llm.tokenizer import Tokenizer
-from transformers import AutoTokenizer, Gemma2Config, GptOssConfig, Phi3Config
 
 
 def test_export_llm_writes_all_that_run_llm_needs(tiny: Any) -> None:
@@ -118,6 +120,7 @@ def test_export_llm_unknown_model_is_one_error(tmp_path: Path) -> None:
     ("config", "reason"),
     [
         (Gemma2Config(), "soft-capped"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "longest position"),
         (GptOssConfig(), "sinks"),
         (
             Phi3Config(
@@ -136,7 +139,7 @@ def test_export_llm_unknown_model_is_one_error(tmp_path: Path) -> None:
             "longest position of a step",
         ),
     ],
-    ids=["gemma2", "gpt_oss", "phi3_longrope"],
+    ids=["gemma2", "llama_dynamic_rope", "gpt_oss", "phi3_longrope"],
 )
 def test_models_that_sdpa_would_change_silently_are_refused(config: Any, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):

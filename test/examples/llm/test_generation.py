@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from executorch_mlx.examples.llm.export import MODEL_FILE, export_model
+
+from executorch_mlx.examples.llm.export import export_model
+from executorch_mlx.examples.llm.folder import MODEL_FILE
 from executorch_mlx.examples.llm.generation import LanguageModel
 from executorch_mlx.examples.llm.tokenizer import Tokenizer
 from executorch_mlx.extension.llm.cache import CacheFullError, CacheSession
@@ -161,6 +163,22 @@ def test_half_precision_cache_stays_close(tiny: Any, small_ids: list[int], kv_dt
         logits = model.step(small_ids[:16], 0, [15])[0]
     expected = reference_logits(tiny.model, small_ids[:16])[-1]
     assert (logits - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_export_model_past_the_models_own_limit_is_an_error(tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_context: the model's own limit is 96, got 97"):
+        export_model(tiny.model, tmp_path, max_context=97)
+
+
+def test_export_model_that_cannot_be_traced_is_one_error(tiny: Any, tmp_path: Path) -> None:
+    class Counts(torch.nn.Module):
+        config = tiny.model.config
+
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+            return input_ids if input_ids.sum() > 3 else input_ids + 1
+
+    with pytest.raises(ValueError, match="Counts cannot be traced with a dynamic number of tokens"):
+        export_model(Counts(), tmp_path)
 
 
 @pytest.mark.parametrize(("option", "value"), [("max_context", 1), ("max_step_tokens", 0)])

@@ -9,7 +9,7 @@ from executorch_mlx.extension.llm.cache.config import CacheConfig
 from executorch_mlx.extension.llm.cache.plan import LayerPlan, Mask
 from executorch_mlx.extension.llm.cache.sequence import SequenceCache, grown_slots
 
-from ..device import STREAM, mx
+from ..device import STREAM, exclusive, mx
 from . import pools
 from .base import MLXCache
 
@@ -35,7 +35,7 @@ class MLXSequenceCache(SequenceCache, MLXCache):
         host = host_positions(positions)
         plan = self.plan(layer, host)
         check_heads(layer, self.config.layers[layer], len(host), q, k, v)
-        with self.writing(plan), mx.stream(STREAM):
+        with exclusive(), self.writing(plan), mx.stream(STREAM):
             keys, values = (
                 pools.read(pool, plan.read, plan.num_tokens).astype(q.dtype) for pool in self._written(plan, k, v)
             )
@@ -74,7 +74,8 @@ class MLXSequenceCache(SequenceCache, MLXCache):
     def _settle(self, *, committed: bool) -> None:
         if committed:
             try:
-                mx.eval(self.release())
+                with exclusive(), mx.stream(STREAM):
+                    mx.eval(self.release())
             except BaseException as error:
                 self.mark_lost(f"{type(error).__name__}: {error}")
                 raise

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from executorch.exir import to_edge_transform_and_lower
+
 from executorch_mlx.backends.mlx import MLXPartitioner, load_program
 
 
@@ -35,6 +36,11 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     return (torch.rand(shape, generator=generator) * 1.5 + 0.25).to(dtype)
 
 
+def signed(x: torch.Tensor) -> torch.Tensor:
+    """Spread positive values over both signs."""
+    return (x - 1.0) * 3.0
+
+
 X = values(4, 6)
 WEIGHT, BIAS = values(3, 6, seed=1) - 1.0, values(3, seed=2)
 
@@ -57,6 +63,10 @@ SAMPLES: dict[str, Sample] = {
     },
     "cos_of_integers": Sample(torch.cos, dtypes=INTS),
     "neg_of_integers": Sample(torch.neg, dtypes=INTS),
+    "abs_of_both_signs": Sample(lambda x: signed(x).abs()),
+    "sigmoid_of_both_signs": Sample(lambda x: signed(x).sigmoid()),
+    "pow_of_negatives": Sample(lambda x: signed(x) ** 3),
+    "truncation_of_negatives": Sample(lambda x: signed(x).to(torch.int64)),
     "silu": Sample(F.silu, dtypes=FLOATS),
     "gelu": Sample(F.gelu, dtypes=FLOATS),
     "gelu_tanh": Sample(lambda x: F.gelu(x, approximate="tanh"), dtypes=FLOATS),
@@ -107,6 +117,9 @@ SAMPLES: dict[str, Sample] = {
     "slice_step": Sample(lambda x: x[:, ::2]),
     "slice_past_the_end": Sample(lambda x: x[:, 2:100]),
     "select": Sample(lambda x: x[:, 2]),
+    "select_last": Sample(lambda x: x[:, -1]),
+    "select_from_the_end_of_a_dynamic_axis": Sample(lambda x: x[-1]),
+    "mean_of_a_scalar": Sample(lambda x: x[0, 0].mean(0)),
     "cat": Sample(lambda x: torch.cat([x, -x], -1), dtypes=(*FLOATS, *INTS)),
     "cat_of_two_dtypes": Sample(lambda x: torch.cat([x, x.half()], 0)),
     # Static: ExecuTorch 1.5.1 makes the input of a program static that begins with a split.
@@ -127,7 +140,7 @@ SAMPLES: dict[str, Sample] = {
     "layer_norm": Sample(lambda x: F.layer_norm(x, (6,), WEIGHT[0], WEIGHT[1], 1e-5), dtypes=(torch.float32,)),
     "layer_norm_plain": Sample(lambda x: F.layer_norm(x, (6,))),
     "rms_norm": Sample(lambda x: F.rms_norm(x, (6,), WEIGHT[0], 1e-5)),
-    "rms_norm_default_eps": Sample(lambda x: F.rms_norm(x, (6,), WEIGHT[0])),
+    "rms_norm_default_eps": Sample(lambda x: F.rms_norm(x * 1e-3, (6,), WEIGHT[0].to(x.dtype)), dtypes=FLOATS),
     "sdpa": Sample(lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3)),
     "sdpa_causal": Sample(lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3, is_causal=True)),
     "sdpa_mask": Sample(
@@ -184,6 +197,9 @@ NOT_DELEGATED = {
     "add_alpha": (lambda x: torch.add(x, x, alpha=2), "alpha is 2"),
     "bitwise_and_of_integers": (lambda x: x.to(torch.int32) & 3, "no lowering|not bools"),
     "index_two_axes": (lambda x: x[torch.tensor([0, 1]), torch.tensor([2, 3])], "indexes 2 axes"),
+    "integer_matmul": (lambda x: x.to(torch.int64) @ x.to(torch.int64).t(), "floats only"),
+    "gather_of_a_part": (lambda x: x.gather(1, torch.tensor([[1, 2]])), "part of other axes"),
+    "huge_fill": (lambda x: torch.full((2,), 2**62 + 1) + x[0, :2].to(torch.int64), "not exact"),
     "flat_argmax": (lambda x: x.argmax(), "flattens"),
     "float64": (lambda x: x.double() + 1.0, "float64"),
 }
@@ -198,3 +214,21 @@ def test_partitioner_what_has_no_row_stays_outside_with_a_reason(name: str, capl
     assert re.search(reason, reasons)
     assert re.search(reason, caplog.text)
     torch.testing.assert_close(load_program(buffer).load_method("forward").execute([X])[0], module(X))
+
+
+@pytest.mark.parametrize("index", [[4], [7, 0], [10**9], [-5]], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda i: F.embedding(i, WEIGHT[:, :4].t()),
+        lambda i: F.embedding(i.view(-1).to(torch.int32), WEIGHT[:, :4].t()),
+        lambda i: WEIGHT[0, :4].gather(0, i),
+    ],
+    ids=["as_given", "as_a_view", "gather"],
+)
+def test_indices_past_a_table_are_an_error(function: Callable[..., Any], index: list[int]) -> None:
+    buffer, _ = lowered(Module(function), (torch.tensor([0, 1]),), dynamic=True)
+    method = load_program(buffer).load_method("forward")
+    torch.testing.assert_close(method.execute([torch.tensor([3])])[0], function(torch.tensor([3])))
+    with pytest.raises(IndexError, match="index outside"):
+        method.execute([torch.tensor(index)])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
 from executorch_mlx.backends.mlx.passes import fuse_rms_norm, fuse_rope
 from oracles.plain_models import rotate
-from torch import nn
 
 RMS_NORM = "aten.rms_norm.default"
 ROPE = "executorch_mlx.rope.default"
@@ -47,6 +48,18 @@ class OtherFactor(RmsNorm):
         return self.weight * (x.abs() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
+class ScaledEps(RmsNorm):
+    def forward(self, x):
+        mean = x.pow(2).mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(torch.add(mean, self.eps, alpha=1000)))
+
+
+class ThroughIntegers(RmsNorm):
+    def forward(self, x):
+        whole = x.to(torch.int32).float()
+        return self.weight * (whole * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
 class NoWeight(RmsNorm):
     def forward(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -54,7 +67,16 @@ class NoWeight(RmsNorm):
 
 @pytest.mark.parametrize(
     ("model", "count"),
-    [(RmsNorm, 1), (WeightLast, 1), (OtherAxis, 0), (Cubed, 0), (OtherFactor, 0), (NoWeight, 0)],
+    [
+        (RmsNorm, 1),
+        (WeightLast, 1),
+        (OtherAxis, 0),
+        (Cubed, 0),
+        (OtherFactor, 0),
+        (NoWeight, 0),
+        (ScaledEps, 0),
+        (ThroughIntegers, 0),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_fuse_rms_norm_replaces_exactly_the_norm(model: type[RmsNorm], count: int) -> None:
@@ -108,18 +130,76 @@ class ShiftedPositions(Rope):
         return rotate(q, position + 1), rotate(k, position + 1)
 
 
+class TokensFirst(InverseFrequenciesInBuffer):
+    """Rotates [1, n, H, D]: with as many heads as tokens, the shapes alone do not tell the axes apart."""
+
+    def forward(self, q, k, position):
+        angles = position[None, :, None, None].float() * self.inverse
+        table = torch.cat([angles, angles], dim=-1)
+        turned = torch.cat([-q[..., 4:], q[..., :4]], dim=-1)
+        return q * table.cos() + turned * table.sin(), k
+
+
+class ShortAndLong(InverseFrequenciesInBuffer):
+    """Chooses its frequencies by the longest position of the step."""
+
+    def forward(self, q, k, position):
+        inverse = torch.where(position.max() > 4096, self.inverse * 0.25, self.inverse)
+        angles = position[:, None].float() * inverse
+        table = torch.cat([angles, angles], dim=-1)
+        turned = torch.cat([-q[..., 4:], q[..., :4]], dim=-1)
+        return q * table.cos() + turned * table.sin(), k
+
+
+class Subtracted(InverseFrequenciesInBuffer):
+    def forward(self, q, k, position):
+        angles = position[:, None].float() * self.inverse
+        table = torch.cat([angles, angles], dim=-1)
+        turned = torch.cat([-q[..., 4:], q[..., :4]], dim=-1)
+        return torch.add(q * table.cos(), turned * table.sin(), alpha=-1), k
+
+
 @pytest.mark.parametrize(
     ("model", "count"),
-    [(Rope, 2), (InverseFrequenciesInBuffer, 2), (Scaled, 0), (ShiftedPositions, 0)],
+    [
+        (Rope, 2),
+        (InverseFrequenciesInBuffer, 2),
+        (Scaled, 0),
+        (ShiftedPositions, 0),
+        (TokensFirst, 0),
+        (ShortAndLong, 0),
+        (Subtracted, 0),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_fuse_rope_replaces_exactly_the_rotation_by_position(model: type[nn.Module], count: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 6, 8, generator=generator) for heads in (4, 2))
-    position = torch.tensor([0, 1, 2, 0, 1, 900])
+    q, k = (torch.randn(1, heads, 6, 8, generator=generator) for heads in (6, 2))
+    position = torch.tensor([0, 1, 2, 0, 1, 5000])
     program = torch.export.export(model(), (q, k, position)).run_decompositions({})
     fuse_rope(program)
     program.validate()
     assert [str(node.target) for node in program.graph.nodes].count(ROPE) == count
     for got, expected in zip(program.module()(q, k, position), model()(q, k, position), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_fuse_rope_that_widens_its_operand_is_left_alone() -> None:
+    q, k = torch.randn(1, 6, 6, 8).bfloat16(), torch.randn(1, 2, 6, 8).bfloat16()
+    program = torch.export.export(Rope(), (q, k, torch.arange(6))).run_decompositions({})
+    fuse_rope(program)
+    assert ROPE not in [str(node.target) for node in program.graph.nodes]
+
+
+def test_fuse_rope_positions_with_a_batch_axis_are_flattened_once() -> None:
+    class WithBatchAxis(Rope):
+        def forward(self, q, k, position):
+            return super().forward(q, k, position[0])
+
+    q, k, position = torch.randn(1, 6, 6, 8), torch.randn(1, 2, 6, 8), torch.arange(6)[None]
+    program = torch.export.export(WithBatchAxis(), (q, k, position)).run_decompositions({})
+    fuse_rope(program)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert (targets.count(ROPE), targets.count("aten.squeeze.dims")) == (2, 1)
+    for got, expected in zip(program.module()(q, k, position), WithBatchAxis()(q, k, position), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from executorch_mlx.backends.mlx.passes import AttentionNotRewritableError, rewrite_attention
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, LayerConfig, build
 from executorch_mlx.extension.llm.cache.op import OP_NAME
 from oracles.plain_models import PlainAttentionModel, export_flat
-from torch import nn
 
 VOCAB = 32
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+from hypothesis import strategies as st
+
 from executorch_mlx.backends.mlx.program import (
     NODE_KINDS,
     Graph,
@@ -21,7 +23,6 @@ from executorch_mlx.backends.mlx.program import (
     make_node,
 )
 from executorch_mlx.backends.mlx.program.schema import FIELDS, Field
-from hypothesis import strategies as st
 
 INT_LIMITS = {
     "int8": (-(2**7), 2**7 - 1),

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 
 import flatbuffers
 import pytest
+from program_strategies import filled_node
+from reading import call_budget, read_untrusted
+
 from executorch_mlx.backends.mlx.program import (
     NODE_KINDS,
     Graph,
@@ -25,8 +28,6 @@ from executorch_mlx.backends.mlx.program import (
     write_payload,
 )
 from executorch_mlx.backends.mlx.program.schema import FIELDS
-from program_strategies import filled_node
-from reading import call_budget, read_untrusted
 
 HEADER_BYTES = 24
 HEADER = struct.pack("<4x4sQQ", b"MLX0", 0, 0)

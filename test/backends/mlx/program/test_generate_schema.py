@@ -8,8 +8,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from executorch_mlx.backends.mlx.program import _schema
 from flatc_oracle import SCHEMA
+
+from executorch_mlx.backends.mlx.program import _schema
 
 _PATH = Path(__file__).resolve().parents[4] / "tools" / "generate_schema.py"
 # The Python types of False, 0 and 0.0 tell the scalars apart; == does not.

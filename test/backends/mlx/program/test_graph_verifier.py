@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from program_strategies import WRITTEN_FIELDS, runnable_graphs
+
 from executorch_mlx.backends.mlx.program import (
     NODE_KINDS,
     Graph,
@@ -31,8 +34,6 @@ from executorch_mlx.backends.mlx.program.verify import (
     MAX_TENSOR_BYTES,
     static_shape,
 )
-from hypothesis import given
-from program_strategies import WRITTEN_FIELDS, runnable_graphs
 
 CONSTANT, SECOND_CONSTANT, INPUT, SECOND_INPUT, OUTPUT, BUFFER = (Tid(index) for index in range(6))
 TEMP, SLICE, STEP_OUTPUT = (Tid(index) for index in range(6, 9))

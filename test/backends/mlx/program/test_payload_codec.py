@@ -12,6 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flatc_oracle import (
+    HEADER_BYTES,
+    as_json,
+    generate_bindings,
+    object_as_json,
+    to_flatbuffer,
+    to_json,
+    without_nulls,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from program_strategies import NODES, VARIANTS, any_graphs, filled_node, graph_of_every_kind
+
 from executorch_mlx.backends.mlx.program import (
     NODE_KINDS,
     Graph,
@@ -26,18 +39,6 @@ from executorch_mlx.backends.mlx.program import (
     write_payload,
 )
 from executorch_mlx.backends.mlx.program.schema import FIELDS
-from flatc_oracle import (
-    HEADER_BYTES,
-    as_json,
-    generate_bindings,
-    object_as_json,
-    to_flatbuffer,
-    to_json,
-    without_nulls,
-)
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from program_strategies import NODES, VARIANTS, any_graphs, filled_node, graph_of_every_kind
 
 HEADER = struct.pack("<4x4sQQ", b"MLX0", 0, 0)
 

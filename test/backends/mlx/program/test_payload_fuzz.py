@@ -6,6 +6,11 @@ import re
 import struct
 from collections.abc import Callable
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from program_strategies import WRITTEN_FIELDS, any_graphs, runnable_graphs
+from reading import is_runnable, read_untrusted
+
 from executorch_mlx.backends.mlx.program import (
     Graph,
     InstructionChain,
@@ -19,10 +24,6 @@ from executorch_mlx.backends.mlx.program import (
     verify_graph,
     write_payload,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from program_strategies import WRITTEN_FIELDS, any_graphs, runnable_graphs
-from reading import is_runnable, read_untrusted
 
 HEADER_BYTES = 24
 HEADER = struct.pack("<4x4sQQ", b"MLX0", 0, 0)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flatc_oracle import camel, describe_schema, generate_bindings
+
 from executorch_mlx.backends.mlx.program import NODE_KINDS, SlotType
 from executorch_mlx.backends.mlx.program._schema import ENUM_BASES, ENUMS, STRUCTS, TABLES, UNIONS
 from executorch_mlx.backends.mlx.program.schema import FIELDS, Field
-from flatc_oracle import camel, describe_schema, generate_bindings
 
 _PREFIX = "mlx_delegate."
 # FlatBuffers' name for each scalar of the schema language.

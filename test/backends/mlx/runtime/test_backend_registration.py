@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from executorch.runtime import Runtime
+
 from executorch_mlx.backends.mlx import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID, backend_info, load_program
 from oracles.small_programs import affine, export_function, outside_the_delegate, run_process, tiny_lm
 

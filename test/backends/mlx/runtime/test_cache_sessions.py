@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from executorch.runtime import Runtime
+
 from executorch_mlx.backends.mlx import PLUGIN_BACKEND_ID, load_program
 from executorch_mlx.backends.mlx.runtime.caches import MLXSequenceCache
 from executorch_mlx.extension.llm.cache import CacheFullError, CacheSession, build

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from executorch.runtime import Runtime
+
 from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.backends.mlx.program import (
     Graph,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from oracles.small_programs import run_process, tiny_lm
 
 SETUP = """

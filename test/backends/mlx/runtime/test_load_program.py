@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.backends.mlx.program import ProgramError
 from executorch_mlx.backends.mlx.runtime.pte import HEAD_BYTES, check_length

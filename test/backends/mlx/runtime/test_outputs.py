@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from executorch_mlx.backends.mlx import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID, MLXPartitioner, load_program
 from executorch_mlx.backends.mlx.runtime import delegate
 from executorch_mlx.extension.llm.cache import CacheSession, build

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from executorch_mlx.backends.mlx import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID, load_program
 from executorch_mlx.backends.mlx.runtime.pte import delegate_ids, retag
 from oracles.small_programs import (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.backends.mlx.program import ProgramError
 from executorch_mlx.backends.mlx.runtime.delegate import Loading

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.extension.llm.cache import CacheSession, build
 from oracles.small_programs import (

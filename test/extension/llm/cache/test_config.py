@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 import pytest
-from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig
+
+from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig, layers_from_constants
 
 LAYER = LayerConfig(n_kv_heads=2, head_dim=8)
 NOT_A_COUNT = [0, -1, 1.0, "1", True]
@@ -83,3 +84,29 @@ def test_cache_config_from_a_list_does_not_follow_its_changes() -> None:
     layers.append(LAYER)
     assert len(config.layers) == 1
     assert hash(config) == hash(cache_config())
+
+
+@pytest.mark.parametrize(
+    ("constants", "expected"),
+    [
+        ({"get_kv_heads": 2, "get_head_dims": 8, "get_windows": 0}, [LayerConfig(2, 8)]),
+        (
+            {"get_kv_heads": [2, 1], "get_head_dims": [8, 4], "get_windows": [0, 6], "get_v_head_dims": [8, 3]},
+            [LayerConfig(2, 8, 8), LayerConfig(1, 4, 3, 6)],
+        ),
+    ],
+)
+def test_layers_from_constants_are_what_the_program_says(constants: dict, expected: list[LayerConfig]) -> None:
+    assert layers_from_constants(constants) == expected
+
+
+@pytest.mark.parametrize(
+    ("constants", "match"),
+    [
+        ({"get_kv_heads": 2}, "lacks get_head_dims, get_windows"),
+        ({"get_kv_heads": [2, 2], "get_head_dims": [8], "get_windows": [0, 0]}, r"differ in length: \[2, 1, 2\]"),
+    ],
+)
+def test_layers_from_constants_that_do_not_fit_are_an_error(constants: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        layers_from_constants(constants)

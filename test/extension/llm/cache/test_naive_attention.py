@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+
 from oracles.naive_attention import NaiveSequence, dense_attention, round_to
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from executorch_mlx.extension.llm.cache import (
     CacheConfig,
     CacheSession,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from executorch_mlx.extension.llm.cache import (
     CacheConfig,
     CacheFullError,

@@ -9,9 +9,6 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from executorch_mlx.extension.llm.cache import CacheConfig, CacheError, CacheFullError, LayerConfig, StepError
-from executorch_mlx.extension.llm.cache.policies import RingPolicy
-from executorch_mlx.extension.llm.cache.sequence import SequenceCache
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,6 +19,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+
+from executorch_mlx.extension.llm.cache import CacheConfig, CacheError, CacheFullError, LayerConfig, StepError
+from executorch_mlx.extension.llm.cache.policies import RingPolicy
+from executorch_mlx.extension.llm.cache.sequence import SequenceCache
 from oracles.sequence_pair import InjectedError, Rows, SequencePair
 
 DTYPES = ("float32", "float16", "bfloat16")

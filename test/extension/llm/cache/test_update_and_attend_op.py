@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, LayerConfig, build
 from executorch_mlx.extension.llm.cache.op import OP_NAME, update_and_attend
 
