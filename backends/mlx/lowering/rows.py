@@ -78,22 +78,14 @@ def _check_alpha(node: Node) -> str | None:
     return None if alpha in (1, 1.0, None) else f"alpha is {alpha}"
 
 
-def _binary(kind: str) -> Row:
+def _binary(kind: str, *, swapped: bool = False) -> Row:
     """Arithmetic: computed in the result's dtype."""
 
     def lower(builder: GraphBuilder, node: Node) -> None:
         dtype = _dtype(node)
-        a, b = (_operand(builder, value, dtype) for value in node.args[:2])
+        operands = reversed(node.args[:2]) if swapped else node.args[:2]
+        a, b = (_operand(builder, value, dtype) for value in operands)
         builder.emit(kind, a=a, b=b, out=builder.write(node))
-
-    return Row(lower, _check_alpha)
-
-
-def _reversed_binary(kind: str) -> Row:
-    def lower(builder: GraphBuilder, node: Node) -> None:
-        dtype = _dtype(node)
-        a, b = (_operand(builder, value, dtype) for value in node.args[:2])
-        builder.emit(kind, a=b, b=a, out=builder.write(node))
 
     return Row(lower, _check_alpha)
 
@@ -595,7 +587,7 @@ ROWS: dict[str, Row] = {
     **{f"aten.sub.{overload}": _binary("SubtractNode") for overload in ("Tensor", "Scalar")},
     **{f"aten.mul.{overload}": _binary("MultiplyNode") for overload in ("Tensor", "Scalar")},
     **{f"aten.div.{overload}": _binary("DivideNode") for overload in ("Tensor", "Scalar")},
-    "aten.rsub.Scalar": _reversed_binary("SubtractNode"),
+    "aten.rsub.Scalar": _binary("SubtractNode", swapped=True),
     **{f"aten.pow.{overload}": _binary("PowerNode") for overload in ("Tensor_Tensor", "Tensor_Scalar", "Scalar")},
     "aten.maximum.default": _binary("MaximumNode"),
     "aten.minimum.default": _binary("MinimumNode"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+import mlx.nn as nn
 from executorch_mlx.extension.llm.cache.arguments import host_positions
 
 from ..program import Node, Tid, Vid
@@ -202,6 +203,13 @@ def _full_like(node: Node, at: At) -> Step:
         env[out] = mx.full(env[x].shape, value(env), dtype=dtype or env[x].dtype)
 
     return step
+
+
+def _gelu(approximate: str) -> Callable[[mx.array], mx.array]:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"GeluNode: approximate is 'none' or 'tanh', got {approximate!r}")
+    gelu: Callable[[mx.array], mx.array] = nn.gelu if approximate == "none" else nn.gelu_approx
+    return gelu
 
 
 def _item_int(node: Node, at: At) -> Step:
@@ -462,6 +470,7 @@ KERNELS: dict[str, Row] = {
     # one tensor and fixed parameters
     "AsTypeNode": _with(lambda n: (lambda dtype: lambda x: x.astype(dtype))(_dtype(n.scalar_type))),
     "ContiguousNode": _unary(mx.contiguous),
+    "GeluNode": _with(lambda n: _gelu(n.approximate)),
     "CumsumNode": _with(lambda n: lambda x: mx.cumsum(x, axis=n.axis, reverse=n.reverse, inclusive=n.inclusive)),
     "ExpandDimsNode": _with(lambda n: lambda x: mx.expand_dims(x, n.axis)),
     "SoftmaxNode": _with(lambda n: lambda x: mx.softmax(x, axis=n.axis, precise=n.precise)),
@@ -490,15 +499,3 @@ KERNELS: dict[str, Row] = {
     "UpdateAndAttendNode": _update_and_attend,
     "NoopNode": lambda node, at: lambda env: None,
 }
-
-
-def _gelu(approximate: str) -> Callable[[mx.array], mx.array]:
-    import mlx.nn as nn
-
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"GeluNode: approximate is 'none' or 'tanh', got {approximate!r}")
-    gelu: Callable[[mx.array], mx.array] = nn.gelu if approximate == "none" else nn.gelu_approx
-    return gelu
-
-
-KERNELS["GeluNode"] = _with(lambda n: _gelu(n.approximate))
