@@ -117,8 +117,9 @@ def export_model(
             {"forward": rewritten.program},
             partitioner={"forward": [partitioner]},
             constant_methods=_constant_methods(rewritten.layers, context, step, int(config.vocab_size)),
-            # ExecuTorch's verifier re-traces the graph after each pass; the delegate's own verifier checks the result.
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+            # Each pass of ExecuTorch re-traces the graph. Its verifier is one (the delegate's own checks the result), and
+            # so is the pass for memory formats, which the delegate has no use for: 35 s -> 26 s for SmolLM2's 30 layers.
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         )
     path = Path(output_dir) / MODEL_FILE
     with stage("write"):
