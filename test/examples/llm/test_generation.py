@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,21 @@ def test_program_without_a_session_is_an_error_that_says_so(tiny: Any) -> None:
     model = LanguageModel(tiny.folder / MODEL_FILE)
     with pytest.raises(LookupError, match="no session is active"):
         model.step([1], 0, [0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_exported_half_precision_is_as_close_to_float32_as_eager_is(
+    tiny: Any, tmp_path: Path, small_ids: list[int], dtype: torch.dtype
+) -> None:
+    half = copy.deepcopy(tiny.model).to(dtype)
+    report = export_model(half, tmp_path, max_step_tokens=16)
+    assert report.num_delegates == 1
+    model = LanguageModel(report.path)
+    with CacheSession(model.new_cache(32, str(dtype).removeprefix("torch."))):
+        got = model.step(small_ids[:16], 0, range(16))
+    exact = reference_logits(tiny.model, small_ids[:16])
+    eager_error = (reference_logits(half, small_ids[:16]).float() - exact).abs().mean()
+    assert (got - exact).abs().mean() < 1.5 * eager_error
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
