@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -147,7 +148,8 @@ def test_models_that_sdpa_would_change_silently_are_refused(config: Any, reason:
 
 
 def test_export_of_eager_attention_is_refused_with_the_module(tiny: Any, tmp_path: Path) -> None:
-    model = type(tiny.model)._from_config(tiny.model.config, attn_implementation="eager").eval()
+    config = copy.deepcopy(tiny.model.config)  # a model made from it writes its choice into it
+    model = type(tiny.model)._from_config(config, attn_implementation="eager").eval()
     with pytest.raises(AttentionNotRewritableError, match=r"layers.0.self_attn cannot be rewritten.*written out"):
         export_model(model, tmp_path)
     assert not (tmp_path / MODEL_FILE).exists()
