@@ -16,8 +16,8 @@ from executorch_mlx.examples.llm.tokenizer import Tokenizer
 from executorch_mlx.extension.llm.cache import CacheFullError, CacheSession
 
 PROMPTS = (
-    "What is the capital of France?",
-    "Write a haiku about the sea.",
+    "Why is the sky blue?",
+    "Write a short story about a fox.",
     "List three prime numbers and say why they are prime.",
 )
 
@@ -226,8 +226,7 @@ def test_smollm2_greedy_tokens_and_logits_equal_hugging_face(smollm2: Any, promp
     with CacheSession(model.new_cache(len(ids) + 40)) as session:
         result = model.generate(ids, max_new_tokens=40, stop_ids=tokenizer.stop_ids, session=session)
     expected = reference_tokens(smollm2.model, ids, 40)
-    if expected[-1] in tokenizer.stop_ids:
-        assert (result.finish_reason, expected.pop()) == ("stop", 2)
+    assert len(expected) == 40
     assert result.tokens == expected
     whole = ids + result.tokens
     sizes = [32] * (len(ids) // 32)
@@ -238,7 +237,7 @@ def test_smollm2_greedy_tokens_and_logits_equal_hugging_face(smollm2: Any, promp
 @pytest.mark.smollm2
 def test_smollm2_knows_the_capital_of_france(smollm2: Any) -> None:
     model, tokenizer = LanguageModel(smollm2.folder / MODEL_FILE), Tokenizer(smollm2.folder)
-    ids = tokenizer.encode_chat([{"role": "user", "content": PROMPTS[0]}])
+    ids = tokenizer.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
     with CacheSession(model.new_cache(64)) as session:
         result = model.generate(ids, max_new_tokens=20, stop_ids=tokenizer.stop_ids, session=session)
     assert tokenizer.decode(result.tokens) == "The capital of France is Paris."
