@@ -14,7 +14,7 @@ help:
 	@echo "make test   set up and run the tests"
 	@echo "make lint   set up and check style and types"
 
-$(READY): pyproject.toml setup.py constraints.txt $(wildcard tools/*.py) backends/mlx/csrc/trampoline.cpp
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard tools/*.py) $(wildcard backends/mlx/csrc/*.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing PyTorch and ExecuTorch (some minutes)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch executorch "setuptools>=77"

@@ -35,21 +35,38 @@ def load_schema_generator():
     return module
 
 
+def extension(name, **options):
+    """Describe a native part of the runtime, in the limited API: one binary serves every Python."""
+    return Extension(
+        f"{PACKAGE}.backends.mlx.runtime._{name}",
+        sources=[f"backends/mlx/csrc/{name}.cpp"],
+        extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall"],
+        py_limited_api=True,
+        **options,
+    )
+
+
+TRAMPOLINE = extension(
+    "trampoline", define_macros=[("C10_USING_CUSTOM_GENERATED_MACROS", None), ("ET_EVENT_TRACER_ENABLED", None)]
+)
+# macOS has a fast BLAS, which MLX uses by itself.
+BLAS = [extension("blas")] if sys.platform == "linux" else []
+
+
 class BuildAgainstExecuTorch(build_ext):
     """Generates the bindings, then compiles the trampoline against the ExecuTorch that is installed."""
 
     def build_extensions(self):
-        """Add ExecuTorch's headers and library to each extension, then build."""
+        """Add ExecuTorch's headers and library to the trampoline, then build."""
         executorch = find_executorch()
         self._write_schema(executorch)
         include = executorch / "include"
-        for extension in self.extensions:
-            extension.include_dirs += [
-                str(include),
-                str(include / "executorch" / "runtime" / "core" / "portable_type" / "c10"),
-            ]
-            # Linked by path but found at run time: the package loads the library first.
-            extension.extra_objects.append(str(executorch / "lib" / LIBRARY))
+        TRAMPOLINE.include_dirs += [
+            str(include),
+            str(include / "executorch" / "runtime" / "core" / "portable_type" / "c10"),
+        ]
+        # Linked by path but found at run time: the package loads the library first.
+        TRAMPOLINE.extra_objects.append(str(executorch / "lib" / LIBRARY))
         super().build_extensions()
 
     def _write_schema(self, executorch):
@@ -70,15 +87,7 @@ setup(
         if not name.endswith("csrc")
     ],
     package_data={"": ["py.typed", "*.pyi"]},
-    ext_modules=[
-        Extension(
-            f"{PACKAGE}.backends.mlx.runtime._trampoline",
-            sources=["backends/mlx/csrc/trampoline.cpp"],
-            define_macros=[("C10_USING_CUSTOM_GENERATED_MACROS", None), ("ET_EVENT_TRACER_ENABLED", None)],
-            extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall"],
-            py_limited_api=True,
-        )
-    ],
+    ext_modules=[TRAMPOLINE, *BLAS],
     cmdclass={"build_ext": BuildAgainstExecuTorch},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

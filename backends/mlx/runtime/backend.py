@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
 from . import delegate
-from .device import CLOSING, LOCK, mx
+from .device import BLAS, CLOSING, LOCK, mx
 
 _SUPPORTED_EXECUTORCH = (1, 5)
 _ALREADY_REGISTERED = 0x16
@@ -77,6 +77,8 @@ class BackendInfo:
 
     Attributes:
         device: MLX's default device, such as "cpu" or "gpu".
+        blas: what MLX multiplies float32 matrices with on the CPU, such as "OpenBLAS 0.3.34 (Haswell, 2 threads)" or
+            "MLX's own"; empty where the device is a GPU.
         backend_ids: the ids under which this package's delegate is registered.
         mlx_version: version of MLX.
         executorch_version: version of ExecuTorch.
@@ -84,6 +86,7 @@ class BackendInfo:
     """
 
     device: str
+    blas: str
     backend_ids: tuple[str, ...]
     mlx_version: str
     executorch_version: str
@@ -94,6 +97,7 @@ def backend_info() -> BackendInfo:
     """Describe the delegate as it is registered in this process."""
     return BackendInfo(
         device="gpu" if mx.default_device().type == mx.gpu else "cpu",
+        blas=BLAS,
         backend_ids=HELD_BACKEND_IDS,
         mlx_version=version("mlx"),
         executorch_version=version("executorch"),

@@ -1,10 +1,11 @@
-"""MLX as this process uses it: one stream, one lock, and the names of dtypes."""
+"""MLX as this process uses it: one stream, one lock, its BLAS, and the names of dtypes."""
 
 from __future__ import annotations
 
 import threading
 
 from ..program.dtypes import SCALAR_TYPE_CODES
+from .blas import install_blas
 
 try:
     import mlx.core as mx
@@ -14,7 +15,7 @@ except ImportError as error:
         " 'executorch-mlx[cuda13]' for an NVIDIA GPU (one of the two, never both)"
     ) from error
 
-__all__ = ["CLOSING", "DTYPES", "LOCK", "STREAM", "dtype_name", "exclusive", "mx"]
+__all__ = ["BLAS", "CLOSING", "DTYPES", "LOCK", "STREAM", "dtype_name", "exclusive", "mx"]
 
 # MLX's ordinary streams belong to the thread that made them: an array evaluated on one fails in another thread. This
 # one may be used from any thread, by one at a time; the lock sees to that.
@@ -22,6 +23,8 @@ STREAM = mx.new_thread_unsafe_stream(mx.default_device())
 LOCK = threading.RLock()
 CLOSING = threading.Event()
 
+# What MLX multiplies matrices with on the CPU; none on a GPU.
+BLAS = install_blas() if mx.default_device().type == mx.cpu else ""
 
 _held = threading.local()
 

@@ -258,7 +258,7 @@ def _rope(node: Node, at: At) -> Step:
     freqs = None if node.freqs is None else at(node.freqs)
     dims, traditional, base, scale = node.dims, node.traditional, node.base, node.scale
 
-    def step(env: Env) -> None:
+    def fused(env: Env) -> None:
         env[out] = mx.fast.rope(
             env[x],
             dims,
@@ -269,7 +269,41 @@ def _rope(node: Node, at: At) -> Step:
             freqs=None if freqs is None else env[freqs],
         )
 
-    return step
+    def composed(env: Env) -> None:
+        if env[x].ndim != 4:
+            return fused(env)
+        given = (dims, base, scale, env[x].shape[2])
+        env[out] = env[-1].rotation(given, offset(env), None if freqs is None else env[freqs]).apply(env[x])
+
+    # On the CPU MLX has no fused kernel: its own composition computes each angle anew in every layer.
+    is_composed = mx.default_device().type == mx.cpu and not traditional and dims % 2 == 0
+    return composed if is_composed else fused
+
+
+class _Rotation:
+    """Rotary embedding of pairs (i, i + dims / 2), for the positions of a step: its cosines and signed sines."""
+
+    def __init__(
+        self, dims: int, base: float, scale: float, length: int, offset: Any, freqs: mx.array | None
+    ) -> None:
+        """Compute them, [B or 1, 1, length, dims]; see ``mx.fast.rope``, of whose terms these are."""
+        self._half = dims // 2
+        if freqs is None:
+            freqs = mx.power(base, mx.arange(self._half, dtype=mx.float32) * (2.0 / dims))
+        starts = mx.reshape(mx.array(offset, dtype=mx.float32), (-1, 1, 1, 1))
+        positions = (starts + mx.arange(length, dtype=mx.float32)[:, None]) * scale
+        angles = positions / freqs.astype(mx.float32)
+        cosines, sines = mx.cos(angles), mx.sin(angles)
+        self._cosines = mx.concatenate([cosines, cosines], axis=-1)
+        self._sines = mx.concatenate([-sines, sines], axis=-1)
+
+    def apply(self, x: mx.array) -> mx.array:
+        """Rotate the first ``dims`` of the last axis of [B, H, length, D]."""
+        half, dims = self._half, 2 * self._half
+        low, high = x[..., :half], x[..., half:dims]
+        whole = x if x.shape[-1] == dims else x[..., :dims]
+        rotated = (whole * self._cosines + mx.concatenate([high, low], axis=-1) * self._sines).astype(x.dtype)
+        return rotated if whole is x else mx.concatenate([rotated, x[..., dims:]], axis=-1)
 
 
 def _sdpa(node: Node, at: At) -> Step:
@@ -391,11 +425,12 @@ def _where(node: Node, at: At) -> Step:
 
 
 class StepState:
-    """What one run carries besides its tensors: the cache, and positions already read to the host."""
+    """What one run carries besides its tensors: the cache, and what its layers share."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self._host: dict[int, tuple[mx.array, tuple[int, ...]]] = {}
+        self._rotations: dict[tuple[Any, ...], tuple[Any, Any, _Rotation]] = {}
 
     def positions(self, slot: int, array: mx.array) -> tuple[int, ...]:
         """Return the integers of the positions in a slot, reading each array once."""
@@ -403,6 +438,15 @@ class StepState:
         if known is None or known[0] is not array:
             known = self._host[slot] = (array, host_positions(array))
         return known[1]
+
+    def rotation(self, given: tuple[Any, ...], offset: Any, freqs: mx.array | None) -> _Rotation:
+        """Return the rotation of these parameters; layers that give the same arrays share it."""
+        key = (given, id(offset), id(freqs))
+        known = self._rotations.get(key)
+        if known is None:
+            # The arrays are kept, so that their ids stay theirs.
+            known = self._rotations[key] = (offset, freqs, _Rotation(*given, offset, freqs))
+        return known[2]
 
     @staticmethod
     def check_indices(array: mx.array, size: int) -> None:

@@ -1,0 +1,11 @@
+"""csrc/blas.cpp: MLX's matrix products by another BLAS. Built on Linux only."""
+
+def install(
+    library: str, cblas_sgemm: int, cblas_sgemv: int, cblas_dgemm: int, cblas_dgemv: int, cblas_cgemm: int, /
+) -> bool:
+    """Redirect a loaded library's calls to functions at these addresses; False, and nothing changed, if it makes none.
+
+    Args:
+        library: how the library's path ends, such as "/libmlx.so".
+        cblas_sgemm: address of CBLAS's function of this name, with 32-bit integers; so for the others.
+    """
