@@ -21,6 +21,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from .graph import copy_program
 from .identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
 from .lowering.rows import name_of, refusal
+from .outline import Outlined, is_outlined, outline
 from .passes import FUSIONS
 from .preprocess import BACKENDS
 
@@ -49,12 +50,14 @@ class MLXPartitioner(Partitioner):
     operator, and kept in ``not_delegated``.
     """
 
-    def __init__(self, *, backend_id: str = UPSTREAM_BACKEND_ID) -> None:
+    def __init__(self, *, backend_id: str = UPSTREAM_BACKEND_ID, outline: bool = True) -> None:
         """Make a partitioner.
 
         Args:
             backend_id: "MLXBackend", which ExecuTorch's own runtime for Apple silicon runs too, or this package's own
                 id, ``PLUGIN_BACKEND_ID``.
+            outline: let a program that is delegated whole cross ExecuTorch's passes as one call, which is several times
+                faster. With ``transform_passes`` of your own, say False: they would not see its operators.
 
         Raises:
             ValueError: another id.
@@ -64,13 +67,21 @@ class MLXPartitioner(Partitioner):
             raise ValueError(f"backend_id: expected one of {', '.join(BACKEND_IDS)}, got {backend_id!r}")
         self._spec = DelegationSpec(BACKENDS[backend_id].__name__, [])
         self.not_delegated: list[NotDelegated] = []
+        self._outline = outline
+        self._outlined: list[Outlined] = []
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
-        """Fuse early: every node that is gone spares ExecuTorch a dozen re-tracings of it."""
+        """Spare ExecuTorch re-tracing the program a dozen times: fuse, and outline what is delegated whole."""
         program = copy_program(exported_program)
         for fuse in FUSIONS:
             fuse(program)
-        return program
+        if not self._outline or any(refusal(node) is not None for node in _calls(program)):
+            return program
+        whole = outline(program)
+        if whole is None:
+            return program
+        self._outlined.append(whole[1])
+        return whole[0]
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -108,7 +119,7 @@ class _Support(OperatorSupportBase):
     """Answers from the lowering table, once per call."""
 
     def __init__(self, program: ExportedProgram) -> None:
-        reasons = {node: refusal(node) for node in _calls(program)}
+        reasons = {node: None if is_outlined(node) else refusal(node) for node in _calls(program)}
         # A result that several calls pick from is lowered with them or not at all.
         for node, reason in reasons.items():
             if node.target is operator.getitem and reason is None:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass
+from torch.export import ExportedProgram
 
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, MLXPartitioner
 from executorch_mlx.backends.mlx.partitioner import NotDelegated
-from executorch_mlx.backends.mlx.passes import AttentionLayer, rewrite_attention
+from executorch_mlx.backends.mlx.passes import AttentionLayer, argmax_output, rewrite_attention
 
 from .folder import MODEL_FILE
 
@@ -111,14 +112,16 @@ def export_model(
         traced = _trace(model, step)
     with stage("rewrite attention"):
         rewritten = rewrite_attention(traced, position="position")
-    partitioner = MLXPartitioner(backend_id=backend_id)
+    programs = {"forward": rewritten.program, "forward_greedy": argmax_output(rewritten.program)}
+    partitioners = {name: MLXPartitioner(backend_id=backend_id) for name in programs}
     with stage("lower"):
         lowered = to_edge_transform_and_lower(
-            {"forward": rewritten.program},
-            partitioner={"forward": [partitioner]},
+            programs,
+            partitioner={name: [partitioner] for name, partitioner in partitioners.items()},
             constant_methods=_constant_methods(rewritten.layers, context, step, int(config.vocab_size)),
-            # Each pass of ExecuTorch re-traces the graph: seconds for a model of 30 layers. Two are not needed here:
-            # its verifier (the delegate's own checks the result), and memory formats (the delegate has none).
+            # Where something stays outside the delegate, each pass of ExecuTorch re-traces the graph: seconds for a
+            # model of 30 layers. Two are not needed here: its verifier (the delegate's own checks the result), and
+            # memory formats (the delegate has none).
             compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
         )
     path = Path(output_dir) / MODEL_FILE
@@ -138,12 +141,12 @@ def export_model(
         size_bytes=path.stat().st_size,
         layers=rewritten.layers,
         num_delegates=len(delegates),
-        not_delegated=tuple(partitioner.not_delegated),
+        not_delegated=tuple(partitioners["forward"].not_delegated),
         seconds=seconds,
     )
 
 
-def _trace(model: torch.nn.Module, step: int) -> torch.export.ExportedProgram:
+def _trace(model: torch.nn.Module, step: int) -> ExportedProgram:
     # An example size of 1 would make the axis static.
     example = (torch.zeros(1, 3, dtype=torch.long), torch.arange(3), torch.arange(2))
     tokens, rows = torch.export.Dim("n", min=1, max=step), torch.export.Dim("m", min=1, max=step)

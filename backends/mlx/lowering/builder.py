@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,8 +49,15 @@ def scalar_type(dtype: torch.dtype) -> int:
 class GraphBuilder:
     """Collects instructions, slots and constants; rows call ``read``, ``write`` and ``emit``."""
 
-    def __init__(self, program: ExportedProgram) -> None:
+    def __init__(self, program: ExportedProgram, digest: Callable[[torch.Tensor], str]) -> None:
+        """Begin a graph.
+
+        Args:
+            program: the edge program.
+            digest: gives a text that tells a constant's bytes from others.
+        """
         self._program = program
+        self._digest = digest
         self._counts = [0, 0, 0, 0]
         self._num_values = 0
         self._slots: dict[Node, Any] = {}
@@ -222,21 +228,13 @@ class GraphBuilder:
         return Vid(self._num_values - 1)
 
     def _constant(self, name: str, tensor: torch.Tensor) -> Tid:
-        data = tensor.detach().contiguous()
         # The digest tells apart equal names of different methods, and lets equal constants of all methods meet.
-        key = f"{name}:{_digest(data)}"
+        key = f"{name}:{self._digest(tensor)}"
         if key not in self._constants:
             tid = self._new_tensor(_CONSTANT)
-            self._meta[tid] = _tensor_meta(data)
-            self._constants[key] = (tid, data)
+            self._meta[tid] = _tensor_meta(tensor)
+            self._constants[key] = (tid, tensor)
         return self._constants[key][0]
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    raw = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-    digest = hashlib.blake2b(raw, digest_size=8)
-    digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    return digest.hexdigest()
 
 
 def _variant(slot: Tid | Vid) -> SlotVariant:

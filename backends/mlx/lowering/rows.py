@@ -147,13 +147,8 @@ def _symbolic(kind: str) -> Row:
 
 
 def _view(builder: GraphBuilder, node: Node) -> None:
-    given = arguments(node)
-    builder.emit(
-        "ReshapeNode",
-        x=builder.read(given["self"]),
-        out=builder.write(node),
-        shape=builder.read(given["size"]),
-    )
+    source, sizes = node.args[:2]
+    builder.emit("ReshapeNode", x=builder.read(source), out=builder.write(node), shape=builder.read(sizes))
 
 
 def _permute(builder: GraphBuilder, node: Node) -> None:
@@ -256,6 +251,26 @@ def _split(builder: GraphBuilder, node: Node) -> None:
         sizes=builder.read(sizes if isinstance(sizes, (list, tuple)) else [sizes]),
         axis=given["dim"] % _rank(source),
     )
+
+
+def _chunk_sizes(node: Node) -> list[Any]:
+    return [part.shape[arguments(node)["dim"]] for part in node.meta["val"]]
+
+
+def _chunk(builder: GraphBuilder, node: Node) -> None:
+    source, dim = node.args[0], arguments(node)["dim"]
+    outs = builder.write(node)
+    builder.emit("SplitNode", x=builder.read(source), outs=outs, sizes=_chunk_sizes(node), axis=dim % _rank(source))
+
+
+def _check_chunk(node: Node) -> str | None:
+    is_static = all(isinstance(size, int) for size in _chunk_sizes(node))
+    return None if is_static else "the dimension that it splits is dynamic"
+
+
+def _check_dropout(node: Node) -> str | None:
+    given = arguments(node)
+    return "it is in training mode" if given["train"] and given["p"] else None
 
 
 def _getitem(builder: GraphBuilder, node: Node) -> None:
@@ -638,19 +653,31 @@ ROWS: dict[str, Row] = {
             "split_copy.Tensor",
         )
     },
+    "aten.chunk.default": Row(_chunk, _check_chunk),
     "getitem": Row(_getitem),
     # dtypes and copies
-    **{name: Row(_cast) for name in ("aten._to_copy.default", "dim_order_ops._to_dim_order_copy.default")},
+    **{
+        name: Row(_cast)
+        for name in (
+            "aten._to_copy.default",
+            "aten.to.dtype",
+            "aten.to.dtype_layout",
+            "aten.type_as.default",
+            "dim_order_ops._to_dim_order_copy.default",
+        )
+    },
     **{
         name: Row(_alias)
         for name in (
             "aten.alias.default",
             "aten.alias_copy.default",
             "aten.clone.default",
+            "aten.contiguous.default",
             "aten.detach_copy.default",
             "dim_order_ops._clone_dim_order.default",
         )
     },
+    "aten.dropout.default": Row(_alias, _check_dropout),
     # indexing
     "aten.embedding.default": Row(_embedding),
     "aten.index_select.default": Row(_index_select),

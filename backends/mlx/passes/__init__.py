@@ -1,9 +1,10 @@
 """Graph rewrites, one per file.
 
-``rewrite_attention`` is for exporters to call before lowering. The fusions of ``FUSIONS`` run by themselves, in this
+``rewrite_attention`` and ``argmax_output`` are for exporters to call before lowering. The fusions of ``FUSIONS`` run by themselves, in this
 order: before ExecuTorch decomposes a program, and once more on what is delegated.
 """
 
+from .argmax_output import argmax_output
 from .fuse_rms_norm import fuse_rms_norm
 from .fuse_rope import fuse_rope
 from .rewrite_attention import (
@@ -20,6 +21,7 @@ __all__ = [
     "AttentionLayer",
     "AttentionNotRewritableError",
     "RewrittenProgram",
+    "argmax_output",
     "fuse_rms_norm",
     "fuse_rope",
     "rewrite_attention",

@@ -233,15 +233,20 @@ def _import(tensor: Any) -> mx.array:
 
 
 def _import_constants(graph: Graph, named_data: Any, loading: Loading) -> dict[int, mx.array]:
-    """Return an array per constant slot; one that another delegate of the program has imported is shared."""
-    arrays: dict[int, mx.array] = {}
+    """Return an array per constant slot; one that another delegate of the program has imported is shared.
+
+    The largest come first: a constant is in memory twice while it is copied, and most of the others are not there yet.
+    """
+    wanted: list[tuple[int, tuple[Any, ...]]] = []
     for named in graph.named_slots:
         index = named.slot.idx
         if named.slot.slot_type != SlotType.TensorSlot or index >= graph.num_constant_tensors:
             continue
         meta = graph.tensor_meta[index]
         assert meta is not None, "the verifier has checked that constants are described"
-        key = (named.name, static_shape(index, meta), meta.scalar_type)
+        wanted.append((index, (named.name, static_shape(index, meta), meta.scalar_type)))
+    arrays: dict[int, mx.array] = {}
+    for index, key in sorted(wanted, key=lambda item: -math.prod(item[1][1])):
         array = loading.constants.get(key)
         if array is None:
             array = loading.constants[key] = _import(named_data.tensor(*key))

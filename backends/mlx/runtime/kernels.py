@@ -283,9 +283,7 @@ def _rope(node: Node, at: At) -> Step:
 class _Rotation:
     """Rotary embedding of pairs (i, i + dims / 2), for the positions of a step: its cosines and signed sines."""
 
-    def __init__(
-        self, dims: int, base: float, scale: float, length: int, offset: Any, freqs: mx.array | None
-    ) -> None:
+    def __init__(self, dims: int, base: float, scale: float, length: int, offset: Any, freqs: mx.array | None) -> None:
         """Compute them, [B or 1, 1, length, dims]; see ``mx.fast.rope``, of whose terms these are."""
         self._half = dims // 2
         if freqs is None:
