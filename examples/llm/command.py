@@ -21,5 +21,10 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except EXPECTED_ERRORS as error:
-        console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+        show_error(error)
         sys.exit(2)
+
+
+def show_error(error: BaseException) -> None:
+    """Print an error in one line."""
+    console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)

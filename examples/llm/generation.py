@@ -13,6 +13,10 @@ import torch
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, load_program
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, build, layers_from_constants
 
+from .sampling import Sampler, Sampling
+
+GREEDY = Sampling()
+
 OnToken = Callable[[int], None]
 
 
@@ -22,7 +26,8 @@ class Generation:
 
     Attributes:
         tokens: new tokens, the stop token not among them.
-        finish_reason: "stop" (a stop token), "length" (as many as were asked for, or the context's end).
+        finish_reason: "stop" (a stop token), "length" (as many as were asked for, or the context's end) or
+            "interrupted" (Ctrl-C).
         prompt_tokens: tokens of the prompt.
         prefill_s: seconds until the first token.
         decode_s: seconds for all later tokens.
@@ -52,32 +57,39 @@ class LanguageModel:
     """An exported model and what it says about itself.
 
     Attributes:
+        layers: the caches that it needs, by layer id.
         max_context: the longest sequence.
         max_step: the most tokens of one step.
     """
 
     def __init__(self, path: Path) -> None:
-        """Load a program.
+        """Load a program; its methods are loaded when they are first used, and share their weights.
 
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: no program of a language model.
         """
-        program = load_program(path)
-        constants = program.constants()
+        self._program = load_program(path)
+        constants = self._program.constants()
         wanted = ("get_kv_heads", "get_head_dims", "get_windows", "get_prefill_chunk_size", "get_max_ctx_len")
         missing = [name for name in wanted if name not in constants]
         if missing:
             raise ValueError(f"{path} is no language model exported by export_llm: it lacks {', '.join(missing)}")
-        self._constants = constants
-        self._forward = program.load_method("forward")
+        self.layers = tuple(layers_from_constants(constants))
         self.max_context = int(constants["get_max_ctx_len"])
         self.max_step = int(constants["get_prefill_chunk_size"])
 
-    def new_cache(self, capacity: int, kv_dtype: str = "float32") -> Any:
-        """Build a cache for one sequence of up to ``capacity`` tokens."""
-        layers = layers_from_constants(self._constants)
-        config = CacheConfig(capacity=capacity, layers=layers, kv_dtype=kv_dtype, max_write=self.max_step)
+    def new_cache(self, capacity: int, kv_dtype: str = "float32", *, rings: bool = True) -> Any:
+        """Build a cache for one sequence.
+
+        Args:
+            capacity: the most tokens of the sequence.
+            kv_dtype: "float32", "float16" or "bfloat16".
+            rings: keep of a layer with a sliding window the window only; False keeps all, so that any rewind works.
+        """
+        # A ring that takes a whole sequence in one step keeps the whole sequence.
+        max_write = self.max_step if rings else capacity
+        config = CacheConfig(capacity=capacity, layers=self.layers, kv_dtype=kv_dtype, max_write=max_write)
         return build(UPSTREAM_BACKEND_ID, "sequence", config)
 
     def step(self, tokens: Sequence[int], start: int, rows: Sequence[int]) -> torch.Tensor:
@@ -91,10 +103,12 @@ class LanguageModel:
         Returns:
             float32 [rows, vocabulary].
         """
-        ids = torch.tensor([list(tokens)])
-        position = torch.arange(start, start + len(tokens))
-        logits: torch.Tensor = self._forward.execute([ids, position, torch.tensor(list(rows))])[0]
-        return logits[0]
+        return self._run("forward", tokens, start, rows)
+
+    def step_greedy(self, tokens: Sequence[int], start: int, rows: Sequence[int]) -> list[int]:
+        """Run one step, as ``step`` does; return the likeliest token that follows each row's."""
+        likeliest: list[int] = self._run("forward_greedy", tokens, start, rows).tolist()
+        return likeliest
 
     def generate(
         self,
@@ -102,15 +116,17 @@ class LanguageModel:
         *,
         max_new_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
+        sampling: Sampling = GREEDY,
         on_token: OnToken = lambda token: None,
         session: CacheSession,
     ) -> Generation:
-        """Continue a prompt greedily.
+        """Continue a prompt. Ctrl-C ends the answer early; what the cache then holds is a whole number of tokens.
 
         Args:
             prompt: one or more tokens.
             max_new_tokens: the most tokens to generate.
             stop_ids: tokens that end the answer.
+            sampling: how tokens are chosen.
             on_token: called with each new token, the stop token excepted.
             session: an open session; the prompt continues what its cache holds.
 
@@ -118,8 +134,7 @@ class LanguageModel:
             ValueError: an empty prompt, or one that does not fit the cache or the model's context.
         """
         cache = session.control
-        start = cache.position
-        room = min(cache.capacity, self.max_context) - start
+        room = min(cache.capacity, self.max_context) - cache.position
         if not prompt:
             raise ValueError("the prompt has no tokens")
         if len(prompt) > room:
@@ -129,29 +144,41 @@ class LanguageModel:
             )
         # The last new token is never fed back, so that it needs no room.
         budget = min(max_new_tokens, room - len(prompt) + 1)
+        choose = self._chooser(sampling)
         result = Generation(prompt_tokens=len(prompt))
         began = time.perf_counter()
-        logits = self._prefill(prompt, start)
-        result.prefill_s = time.perf_counter() - began
-        position = start + len(prompt)
-        while True:
-            token = int(logits.argmax())
-            if token in stop_ids:
+        try:
+            for at in range(0, len(prompt), self.max_step):
+                token = choose(prompt[at : at + self.max_step], cache.position)
+            result.prefill_s = time.perf_counter() - began
+            while token not in stop_ids:
+                result.tokens.append(token)
+                on_token(token)
+                if len(result.tokens) >= budget:
+                    break
+                token = choose([token], cache.position)
+                result.decode_steps += 1
+            else:
                 result.finish_reason = "stop"
-                break
-            result.tokens.append(token)
-            on_token(token)
-            if len(result.tokens) >= budget:
-                break
-            logits = self.step([token], position, [0])[0]
-            position += 1
-            result.decode_steps += 1
-        result.decode_s = time.perf_counter() - began - result.prefill_s
+        except KeyboardInterrupt:
+            result.finish_reason = "interrupted"
+        total = time.perf_counter() - began
+        result.prefill_s = result.prefill_s or total
+        result.decode_s = total - result.prefill_s
         return result
 
-    def _prefill(self, prompt: Sequence[int], start: int) -> torch.Tensor:
-        """Feed a prompt in chunks; return the logits [vocabulary] of its last token."""
-        for at in range(0, len(prompt), self.max_step):
-            chunk = prompt[at : at + self.max_step]
-            logits = self.step(chunk, start + at, [len(chunk) - 1])
-        return logits[0]
+    def _chooser(self, sampling: Sampling) -> Callable[[Sequence[int], int], int]:
+        """Return a function that feeds tokens from a position on and chooses the one that follows."""
+        if sampling.is_greedy and "forward_greedy" in self._program.method_names:
+            self._program.load_method("forward_greedy")
+            return lambda tokens, start: self.step_greedy(tokens, start, [len(tokens) - 1])[0]
+        self._program.load_method("forward")
+        sampler = Sampler(sampling)
+        return lambda tokens, start: sampler.choose(self.step(tokens, start, [len(tokens) - 1])[0].numpy())
+
+    def _run(self, method: str, tokens: Sequence[int], start: int, rows: Sequence[int]) -> torch.Tensor:
+        ids = torch.tensor([list(tokens)])
+        position = torch.arange(start, start + len(tokens))
+        outputs = self._program.load_method(method).execute([ids, position, torch.tensor(list(rows))])
+        result: torch.Tensor = outputs[0][0]
+        return result

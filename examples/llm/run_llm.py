@@ -1,36 +1,59 @@
-"""Run a language model that ``export_llm`` exported."""
+"""Run a language model that ``export_llm`` exported: answer prompts, or hold a conversation."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
+from executorch_mlx.backends.mlx import backend_info
 from executorch_mlx.extension.llm.cache import CacheSession
 from executorch_mlx.extension.llm.cache.config import KV_DTYPES
 
 from . import command
+from .conversation import Conversation
 from .folder import MODEL_FILE
 from .generation import Generation, LanguageModel
-from .tokenizer import Tokenizer
+from .interactive import converse
+from .sampling import Sampling
+from .tokenizer import TextStream, Tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's argument parser."""
     result = argparse.ArgumentParser(
         prog="python -m executorch_mlx.examples.llm.run_llm",
-        description="Answer prompts with an exported language model, one after the other.",
+        description="Answer prompts with an exported language model, one after the other, or hold a conversation.",
     )
     result.add_argument("--model-dir", required=True, type=Path, help="folder written by export_llm")
     result.add_argument(
         "--prompt",
-        required=True,
+        default=[],
         action="append",
-        help="what to answer; give it again for further, unrelated prompts",
+        help="what to answer; give it again for further, unrelated prompts (with --interactive: for the first turns)",
+    )
+    result.add_argument(
+        "--interactive",
+        action="store_true",
+        help="hold a conversation: answer lines from the standard input; /help lists the commands",
     )
     result.add_argument(
         "--max-new-tokens", type=int, default=128, help="most tokens of an answer (default: %(default)s)"
     )
+    result.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token each time (default: %(default)s)"
+    )
+    result.add_argument(
+        "--top-k", type=int, default=0, help="draw from so many likeliest tokens; 0: from all (default: %(default)s)"
+    )
+    result.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw from the fewest likeliest tokens whose probabilities reach this sum (default: %(default)s)",
+    )
+    result.add_argument("--seed", type=int, help="draw the same tokens each time (default: others each time)")
     result.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -40,7 +63,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--kv-capacity",
         type=int,
-        help="tokens that the KV cache holds (default: what prompt and answer need)",
+        help="tokens that the KV cache holds (default: what prompt and answer need; with --interactive the model's"
+        " context; memory grows as it fills)",
     )
     result.add_argument(
         "--kv-dtype",
@@ -49,7 +73,16 @@ def parser() -> argparse.ArgumentParser:
         help="dtype of the KV cache (default: %(default)s)",
     )
     result.add_argument(
-        "--json", action="store_true", help="print one JSON object per prompt and nothing else on stdout"
+        "--kv-windows",
+        choices=("program", "none"),
+        default="program",
+        help="program: of a layer with a sliding window keep the window only, in a ring; none: keep all, so that any"
+        " /undo works without computing the conversation anew (default: %(default)s)",
+    )
+    result.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object per prompt and nothing else on stdout",
     )
     return result
 
@@ -61,57 +94,126 @@ def main(arguments: list[str] | None = None) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected 1 or more, got {value}")
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    if not options.prompt and not options.interactive:
+        raise ValueError("nothing to answer: give --prompt, or --interactive for a conversation")
     if not options.model_dir.is_dir():
         raise FileNotFoundError(f"{options.model_dir}: no such folder; export a model with export_llm first")
-    tokenizer = Tokenizer(options.model_dir)
-    chat = tokenizer.has_chat_template if options.chat is None else options.chat
-    prompts = [
-        tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
-        for prompt in options.prompt
-    ]
-    model = LanguageModel(options.model_dir / MODEL_FILE)
-    for text, prompt in zip(options.prompt, prompts, strict=True):
-        _answer(model, tokenizer, text, prompt, options)
-
-
-def _answer(
-    model: LanguageModel, tokenizer: Tokenizer, text: str, prompt: list[int], options: argparse.Namespace
-) -> None:
-    needed = min(len(prompt) + options.max_new_tokens, model.max_context)
-    cache = model.new_cache(options.kv_capacity or needed, options.kv_dtype)
-    stream = tokenizer.stream()
-
-    def show(token: int) -> None:
-        if not options.json:
-            print(stream.push(token), end="", flush=True)
-
-    with CacheSession(cache) as session:
-        result = model.generate(
-            prompt,
-            max_new_tokens=options.max_new_tokens,
-            stop_ids=tokenizer.stop_ids,
-            on_token=show,
-            session=session,
-        )
-    if options.json:
-        print(json.dumps(_row(text, result, tokenizer)), flush=True)
+    runner = _Runner(options, sampling)
+    if options.interactive:
+        runner.converse()
     else:
-        print()
+        runner.answer_each()
+
+
+class _Runner:
+    """The model, and how its answers are shown."""
+
+    def __init__(self, options: argparse.Namespace, sampling: Sampling) -> None:
+        self._options = options
+        self._sampling = sampling
+        self._tokenizer = Tokenizer(options.model_dir)
+        self._chat: bool = self._tokenizer.has_chat_template if options.chat is None else options.chat
+        # Prompts that cannot be encoded are refused before the model is loaded.
+        self._prompts = [self._encode(prompt) for prompt in options.prompt]
+        with command.console.status("load the model"):
+            self._model = LanguageModel(options.model_dir / MODEL_FILE)
+
+    def answer_each(self) -> None:
+        """Answer unrelated prompts, each with a cache of its own."""
+        options = self._options
+        for text, prompt in zip(options.prompt, self._prompts, strict=True):
+            needed = min(len(prompt) + options.max_new_tokens, self._model.max_context)
+            cache = self._new_cache(options.kv_capacity or needed)
+            shown = _Shown(self._tokenizer, is_json=options.json)
+            with CacheSession(cache) as session:
+                result = self._model.generate(
+                    prompt,
+                    max_new_tokens=options.max_new_tokens,
+                    stop_ids=self._tokenizer.stop_ids,
+                    sampling=self._sampling,
+                    on_token=shown.push,
+                    session=session,
+                )
+                shown.finish(text, result, self._describe(cache))
+            if result.finish_reason == "interrupted":
+                raise KeyboardInterrupt
+
+    def converse(self) -> None:
+        """Hold one conversation."""
+        options = self._options
+        cache = self._new_cache(options.kv_capacity or self._model.max_context)
+        with CacheSession(cache) as session:
+            conversation = Conversation(self._model, self._tokenizer, session, chat=self._chat)
+
+            def answer(text: str) -> None:
+                shown = _Shown(self._tokenizer, is_json=options.json)
+                result = conversation.ask(
+                    text, max_new_tokens=options.max_new_tokens, sampling=self._sampling, on_token=shown.push
+                )
+                shown.finish(text, result, self._describe(cache))
+
+            for text in options.prompt:
+                answer(text)
+            converse(conversation, answer, lambda: self._describe(cache), prompt="" if options.json else "> ")
+
+    def _encode(self, prompt: str) -> list[int]:
+        if self._chat:
+            return self._tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        return self._tokenizer.encode(prompt)
+
+    def _new_cache(self, capacity: int) -> Any:
+        options = self._options
+        return self._model.new_cache(capacity, options.kv_dtype, rings=options.kv_windows == "program")
+
+    def _describe(self, cache: Any) -> str:
+        """Say what runs: the cache's layers and bytes, and MLX's device."""
+        windowed = sum(layer.window is not None for layer in self._model.layers)
+        rings = windowed if self._options.kv_windows == "program" else 0
+        kinds = [f"{number} {kind}" for number, kind in ((len(self._model.layers) - rings, "flat"), (rings, "ring"))]
+        layers = " and ".join(kind for kind in kinds if not kind.startswith("0 "))
+        info = backend_info()
+        device = f"{info.device}, {info.blas}" if info.blas else info.device
+        return (
+            f"KV cache: {layers} layers, {self._options.kv_dtype}, {cache.pool_bytes / 1e6:.1f} MB, {cache.position} of"
+            f" {cache.capacity} tokens; MLX on {device}"
+        )
+
+
+class _Shown:
+    """One answer on the standard output, as it comes or as a JSON object."""
+
+    def __init__(self, tokenizer: Tokenizer, *, is_json: bool) -> None:
+        self._tokenizer = tokenizer
+        self._stream: TextStream | None = None if is_json else tokenizer.stream()
+
+    def push(self, token: int) -> None:
+        """Show a token's text."""
+        if self._stream is not None:
+            print(self._stream.push(token), end="", flush=True)
+
+    def finish(self, prompt: str, result: Generation, running_on: str) -> None:
+        """End the answer."""
         timings = result.timings()
+        if self._stream is None:
+            row = {
+                "prompt": prompt,
+                "text": self._tokenizer.decode(result.tokens),
+                "tokens": result.tokens,
+                "finish_reason": result.finish_reason,
+                "timings": timings,
+            }
+            print(json.dumps(row), flush=True)
+            return
+        print()
         command.console.print(
             f"prefill {result.prompt_tokens} tokens, {timings['prefill_tokens_per_s']} tokens/s; decode"
-            f" {result.decode_steps} tokens, {timings['decode_tokens_per_s']} tokens/s ({result.finish_reason})"
+            f" {result.decode_steps} tokens, {timings['decode_tokens_per_s']} tokens/s ({result.finish_reason})\n"
+            f"{running_on}",
+            style="dim",
+            markup=False,
+            soft_wrap=True,
         )
-
-
-def _row(prompt: str, result: Generation, tokenizer: Tokenizer) -> dict[str, object]:
-    return {
-        "prompt": prompt,
-        "text": tokenizer.decode(result.tokens),
-        "tokens": result.tokens,
-        "finish_reason": result.finish_reason,
-        "timings": result.timings(),
-    }
 
 
 if __name__ == "__main__":

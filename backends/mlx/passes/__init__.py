@@ -1,7 +1,7 @@
 """Graph rewrites, one per file.
 
-``rewrite_attention`` and ``argmax_output`` are for exporters to call before lowering. The fusions of ``FUSIONS`` run by themselves, in this
-order: before ExecuTorch decomposes a program, and once more on what is delegated.
+``rewrite_attention`` and ``argmax_output`` are for exporters to call before lowering. The fusions of ``FUSIONS`` run by
+themselves, in this order: before ExecuTorch decomposes a program, and once more on what is delegated.
 """
 
 from .argmax_output import argmax_output

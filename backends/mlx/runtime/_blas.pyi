@@ -5,7 +5,5 @@ def install(
 ) -> bool:
     """Redirect a loaded library's calls to functions at these addresses; False, and nothing changed, if it makes none.
 
-    Args:
-        library: how the library's path ends, such as "/libmlx.so".
-        cblas_sgemm: address of CBLAS's function of this name, with 32-bit integers; so for the others.
+    The library is named by how its path ends, such as "/libmlx.so"; the functions are CBLAS's, with 32-bit integers.
     """

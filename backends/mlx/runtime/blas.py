@@ -1,8 +1,8 @@
 """Gives MLX a fast BLAS on Linux CPUs.
 
 MLX's Linux wheels multiply float32 and float64 matrices with the reference BLAS, ten to forty times slower than
-OpenBLAS. Where the package ``scipy-openblas32`` is there (the extra ``cpu`` brings it), ``install_blas`` makes MLX call it
-instead. Half precision and quantized products are MLX's own loops, which no BLAS changes.
+OpenBLAS. Where the package ``scipy-openblas32`` is there (the extra ``cpu`` brings it), ``install_blas`` makes MLX call
+that instead. Half precision and quantized products are MLX's own loops, which no BLAS changes.
 """
 
 from __future__ import annotations

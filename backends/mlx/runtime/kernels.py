@@ -271,7 +271,8 @@ def _rope(node: Node, at: At) -> Step:
 
     def composed(env: Env) -> None:
         if env[x].ndim != 4:
-            return fused(env)
+            fused(env)
+            return
         given = (dims, base, scale, env[x].shape[2])
         env[out] = env[-1].rotation(given, offset(env), None if freqs is None else env[freqs]).apply(env[x])
 

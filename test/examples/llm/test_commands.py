@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import subprocess
 import sys
@@ -63,7 +64,88 @@ def test_run_llm_streams_the_same_text_that_json_reports(tiny: Any, capsys: pyte
     assert streamed.rstrip("\n") == text[: len(streamed.rstrip("\n"))]
 
 
+def run_lines(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: list[str], *extra: str
+) -> tuple[list[dict[str, Any]], str]:
+    """Hold a conversation by script; return the answers and what was said on stderr."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    run_llm.main(
+        ["--model-dir", str(tiny.folder), "--interactive", "--json", "--max-new-tokens", "5", "--no-chat", *extra]
+    )
+    captured = capsys.readouterr()
+    return [json.loads(line) for line in captured.out.splitlines()], captured.err
+
+
+def test_run_llm_interactive_obeys_its_commands(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*lines: str) -> tuple[list[dict[str, Any]], str]:
+        return run_lines(tiny, monkeypatch, capsys, list(lines))
+
+    plain, _ = run("abc", "", "de")
+    assert [row["prompt"] for row in plain] == ["abc", "de"]
+    assert set(plain[0]) == {"prompt", "text", "tokens", "finish_reason", "timings"}
+    undone, _ = run("abc", "xyz", "/undo", "de", "/undo 2", "abc", "/quit", "never")
+    assert [row["tokens"] for row in undone] == [
+        plain[0]["tokens"],
+        undone[1]["tokens"],
+        plain[1]["tokens"],
+        plain[0]["tokens"],
+    ]
+    reset, said = run("xyz", "/stats", "/reset", "/stats", "abc", "/help")
+    assert reset[1]["tokens"] == plain[0]["tokens"]
+    assert "turns: 1; KV cache: 2 flat layers, float32" in said
+    assert "turns: 0; KV cache: 2 flat layers, float32, 0.0 MB, 0 of 96 tokens; MLX on" in said
+    assert "/undo [N]" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/what", "unknown command '/what'; /help lists them"),
+        ("/undo many", "unknown command '/undo many'"),
+        ("/undo 1 2", "unknown command"),
+        ("/undo", "undo: expected 1 to 0 turns, got 1"),
+        ("x" * 97, "the conversation would have 97 tokens and there is room for 96: /undo or /reset"),
+    ],
+)
+def test_run_llm_interactive_error_is_one_line_and_the_conversation_goes_on(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    answers, said = run_lines(tiny, monkeypatch, capsys, [line, "abc"])
+    assert [row["prompt"] for row in answers] == ["abc"]
+    assert said.startswith("error: ")
+    assert message in said
+
+
+def test_run_llm_a_seed_draws_the_same_tokens(tiny: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def tokens(*extra: str) -> list[int]:
+        run_llm.main(["--model-dir", str(tiny.folder), "--prompt", "Hello", "--json", "--temperature", "1.5", *extra])
+        drawn: list[int] = json.loads(capsys.readouterr().out)["tokens"]
+        return drawn
+
+    assert tokens("--seed", "3") == tokens("--seed", "3")
+    assert tokens("--seed", "3") != tokens("--seed", "4")
+    assert tokens("--seed", "3") != tokens("--seed", "3", "--top-k", "2")
+
+
+@pytest.mark.parametrize(("windows", "layers"), [("program", "2 ring"), ("none", "2 flat")])
+def test_run_llm_windows_may_be_kept_whole(
+    windowed: Any, tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], windows: str, layers: str
+) -> None:
+    for path in [*tiny.folder.iterdir(), *windowed.folder.iterdir()]:
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    arguments = ["--model-dir", str(tmp_path), "--prompt", "Hello, I am longer than a window", "--no-chat"]
+    run_llm.main([*arguments, "--max-new-tokens", "20", "--kv-windows", windows])
+    captured = capsys.readouterr()
+    assert f"KV cache: {layers} layers, float32" in captured.err
+    run_llm.main([*arguments, "--max-new-tokens", "20", "--json"])
+    assert captured.out.strip("\n").startswith(json.loads(capsys.readouterr().out)["text"][:5])
+
+
 BAD_RUNS = {
+    "cold": (["--temperature", "-1"], "temperature: expected 0 or more, got -1.0"),
+    "no_nucleus": (["--top-p", "0"], "top_p: expected more than 0 and at most 1, got 0.0"),
     "missing_folder": (["--model-dir", "/nowhere"], "no such folder"),
     "empty_folder": (["--model-dir", "{empty}"], "tokenizer.json: no such file"),
     "no_tokens_wanted": (["--max-new-tokens", "0"], "--max-new-tokens: expected 1 or more, got 0"),
@@ -72,6 +154,11 @@ BAD_RUNS = {
     "prompt_longer_than_the_context": (["--prompt", "x" * 200], "room for 96"),
     "prompt_of_no_tokens": (["--prompt", "", "--no-chat"], "the prompt has no tokens"),
 }
+
+
+def test_run_llm_with_nothing_to_answer_is_one_error(tiny: Any) -> None:
+    with pytest.raises(ValueError, match="nothing to answer: give --prompt, or --interactive"):
+        run_llm.main(["--model-dir", str(tiny.folder)])
 
 
 @pytest.mark.parametrize("name", BAD_RUNS)

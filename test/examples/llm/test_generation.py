@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 import torch
 
+from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.examples.llm.export import export_model
 from executorch_mlx.examples.llm.folder import MODEL_FILE
 from executorch_mlx.examples.llm.generation import LanguageModel
@@ -81,6 +84,28 @@ def test_rows_not_asked_for_are_not_computed_and_any_order_may_be_asked(tiny: An
     with CacheSession(model.new_cache(32)):
         some = model.step(small_ids[:10], 0, [9, 0, 4])
     torch.testing.assert_close(some, all_rows[[9, 0, 4]])
+
+
+def test_greedy_step_gives_the_likeliest_token_of_each_row(tiny: Any, small_ids: list[int]) -> None:
+    model = LanguageModel(tiny.folder / MODEL_FILE)
+    with CacheSession(model.new_cache(32)):
+        greedy = model.step_greedy(small_ids[:10], 0, [9, 0, 4])
+    assert greedy == reference_logits(tiny.model, small_ids[:10]).argmax(-1)[[9, 0, 4]].tolist()
+
+
+def test_both_methods_share_their_weights_in_the_file_and_in_memory(tiny: Any) -> None:
+    weights = sum(p.numel() * 4 for p in tiny.model.parameters())
+    path = tiny.folder / MODEL_FILE
+    assert path.stat().st_size < 1.5 * weights
+    program = load_program(path)
+    gc.collect()
+    before = mx.get_active_memory()
+    kept = [program.load_method("forward")]
+    one = mx.get_active_memory() - before
+    kept.append(program.load_method("forward_greedy"))
+    assert one >= weights
+    # What the second adds: its scalars.
+    assert mx.get_active_memory() - before - one < 4096
 
 
 def test_generate_continues_what_the_cache_holds(tiny: Any, small_ids: list[int]) -> None:
