@@ -7,11 +7,12 @@ MODEL_DIR ?= out/smollm2
 EXTRA ?= cpu
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint bench clean
 
 help:
 	@echo "make demo   set up, export SmolLM2-135M and answer a question with it"
 	@echo "make test   set up and run the tests"
+	@echo "make bench  set up and measure against mlx-lm and Hugging Face; writes docs/benchmarks.md"
 	@echo "make lint   set up and check style and types"
 
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard tools/*.py) $(wildcard backends/mlx/csrc/*.cpp)
@@ -39,6 +40,10 @@ lint: $(READY)
 	rm -rf build/typecheck
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy --namespace-packages --explicit-package-bases -p executorch_mlx
+
+bench: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable ".[$(EXTRA),llm,dev,bench]"
+	$(BIN)/python test/bench/single_sequence.py --docs docs
 
 clean:
 	rm -rf build dist out *.egg-info

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -114,10 +114,22 @@ def flat_positions(position: Node) -> Node:
     return flat
 
 
+def keep_names(originals: Iterable[Node], copies: Iterable[Node]) -> None:
+    """Give copies of nodes their originals' names, by which the signature knows them.
+
+    fx gives a copy another name where that is one of Python's own, such as ``input``.
+    """
+    for original, copied in zip(originals, copies, strict=True):
+        copied.name = original.name
+
+
 def copy_program(program: ExportedProgram) -> ExportedProgram:
     """Return a copy whose graph, signature and table of constants may be changed; the tensors are shared."""
+    module = copy.deepcopy(program.graph_module)
+    keep_names(program.graph.nodes, module.graph.nodes)
+    module.recompile()
     return program._update(
-        copy.deepcopy(program.graph_module),
+        module,
         copy.deepcopy(program.graph_signature),
         constants=dict(program.constants),
     )

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 
-from .graph import copy_program, is_functional, target_of
+from .graph import copy_program, is_functional, keep_names, target_of
 from .passes.evaluate import constants_of
 
 _CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -62,9 +62,19 @@ def _operator(num_outputs: int) -> torch._ops.OpOverload:
     return operator_
 
 
+def _aside(key: str) -> Outlined:
+    aside = _outlined.get(key)
+    if aside is None:
+        raise RuntimeError(
+            "this program stands for a graph that its MLXPartitioner held, which is gone: keep the partitioner until"
+            " the program is lowered, or say MLXPartitioner(outline=False)"
+        )
+    return aside
+
+
 def _run(key: str, inputs: list[torch.Tensor], outputs: str) -> Any:
     """Run the graph put aside under ``key``."""
-    aside = _outlined[key]
+    aside = _aside(key)
     given = {**constants_of(aside.program), **dict(zip(aside.inputs, inputs, strict=True))}
     arguments = [given.get(node.name) for node in aside.program.graph.nodes if node.op == "placeholder"]
     results = [result.clone() for result in aside.program.graph_module(*arguments)]
@@ -134,7 +144,7 @@ def restored(program: ExportedProgram) -> ExportedProgram:
     if not calls:
         return program
     ((key, arguments, _),) = (call.args for call in calls)
-    aside = _outlined[key]
+    aside = _aside(key)
     names = dict(zip(arguments, aside.inputs, strict=True))
     order = [names[node] for node in program.graph.nodes if node.op == "placeholder"]
     # The single result of a call is itself; several are picked from a tuple.
@@ -145,6 +155,9 @@ def restored(program: ExportedProgram) -> ExportedProgram:
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for name in order:
         first.prepend(places[name])
+    for spec in restored.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT and spec.arg.name not in order:
+            graph.erase_node(places[spec.arg.name])
     output = graph.output_node()
     output.args = (tuple(output.args[0][index] for index in picks),)
     return restored
@@ -162,7 +175,9 @@ def _calling(aside: Outlined) -> ExportedProgram:
     signature.input_specs[:] = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
     given = {spec.arg.name for spec in signature.input_specs}
     graph = Graph()
-    places = {node.name: graph.node_copy(node) for node in program.graph.nodes if node.name in given}
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in given]
+    places = {node.name: graph.node_copy(node) for node in placeholders}
+    keep_names(placeholders, places.values())
     results = program.graph.output_node().args[0]
     arguments = [places[name] for name in aside.inputs]
     call = graph.call_function(_operator(len(results)), (aside.key, arguments, aside.outputs))

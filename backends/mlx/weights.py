@@ -38,12 +38,21 @@ class TensorBytes(FileBackedData):
         return self._digest
 
     def to_bytes(self) -> bytes:
-        """Return a copy of the bytes."""
-        return bytes(self._view)
+        """Return a copy of the bytes.
+
+        Raises:
+            RuntimeError: the tensor has been changed since it was lowered.
+        """
+        return bytes(self._unchanged())
 
     def write_to_file(self, outfile: io.BufferedIOBase) -> None:
-        """Write the bytes."""
-        outfile.write(self._view)
+        """Write the bytes; raises as ``to_bytes``."""
+        outfile.write(self._unchanged())
+
+    def _unchanged(self) -> memoryview:
+        if self._digest not in (None, hashlib.sha256(self._view).digest()):
+            raise RuntimeError("a weight was changed after it was lowered and before it was written: lower again")
+        return self._view
 
     def close(self) -> None:
         """Do nothing: memory needs no closing."""

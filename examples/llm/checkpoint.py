@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def load_checkpoint(source: str, dtype: torch.dtype) -> Checkpoint:
             folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, UnpicklingError) as error:
         raise UnsupportedModelError(f"{source}: {error}") from error
     refuse_unsupported(model.config)
     return Checkpoint(model.eval().requires_grad_(False), tokenizer)

@@ -38,6 +38,7 @@ def fetch() -> Path:
             "download",
             "--quiet",
             "--no-deps",
+            "--only-binary=:all:",
             "--dest",
             folder,
             _REQUIREMENT,

@@ -41,6 +41,6 @@ def argmax_output(program: ExportedProgram) -> ExportedProgram:
     with value.fake_mode:
         index.meta = {**scores.meta, "val": value.argmax(-1)}
     output.args = ((index,),)
-    program.graph_signature.replace_all_uses(scores.name, index.name)
+    program.graph_signature.output_specs[0].arg.name = index.name
     program.graph_module.recompile()
     return program

@@ -36,6 +36,8 @@ def install_blas() -> str:
     if sys.platform != "linux" or os.environ.get(ENVIRONMENT_VARIABLE) == "mlx":
         return own
     try:
+        import mlx.core  # noqa: F401  loads the library whose calls are redirected
+
         library = _openblas()
         from ._blas import install
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -69,10 +70,10 @@ class Method:
             (cache,) = caches.values() or (None,)
             with nullcontext() if cache is None or cache.in_step else cache.step():
                 try:
-                    outputs: Sequence[Any] = self._method(inputs)
+                    outputs: Sequence[Any] = self._method(inputs, False)
                 except RuntimeError as failure:
                     raise (take_error() or _explained(failure, self.metadata, inputs)) from failure
-                return outputs
+                return [_owned(value) for value in outputs]
 
     @property
     def metadata(self) -> Any:
@@ -171,6 +172,20 @@ def load_program(source: str | Path | bytes, *, native: bool = False) -> Program
     if isinstance(source, (str, Path)):
         return Program(_C._load_program(str(source), **options), None)
     return Program(_C._load_program_from_buffer(source, **options), source)
+
+
+def _owned(value: Any) -> Any:
+    """Copy an output, which lies in memory that the method's next run overwrites.
+
+    ``clone`` would wake torch's threads for a step's logits, which then compete with the BLAS's for the cores.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not value.is_contiguous():
+        return value.clone()
+    copy = torch.empty_like(value)
+    ctypes.memmove(copy.data_ptr(), value.data_ptr(), value.nbytes)
+    return copy
 
 
 def _plain(outputs: Sequence[Any]) -> Any:

@@ -1,0 +1,317 @@
+"""One sequence, step by step: this package against mlx-lm and Hugging Face, on the same weights, dtype and device.
+
+Each contender runs in a process of its own, with its own libraries; one works at a time, in turns, so that what else
+the machine does meets all of them alike. Figures are medians over the turns. Run by ``make bench``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REFERENCE = "mlx-lm, as installed"
+HISTORY = 64
+"""Tokens before the first timed step."""
+
+# A contender takes tokens and a position, and returns once the likeliest next token is on the host.
+Step = Callable[[list[int], int], int]
+
+
+# -- contenders -------------------------------------------------------------------
+
+
+def _program(folder: Path) -> tuple[Any, Any]:
+    from executorch_mlx.examples.llm.folder import MODEL_FILE
+    from executorch_mlx.examples.llm.generation import LanguageModel
+    from executorch_mlx.extension.llm.cache import CacheSession
+
+    model = LanguageModel(folder / "pte" / MODEL_FILE)
+    session = CacheSession(model.new_cache(2048))
+    session.__enter__()
+    return model, session
+
+
+def greedy(folder: Path) -> Step:
+    model, session = _program(folder)
+
+    def step(tokens: list[int], start: int) -> int:
+        session.control.rewind(start)
+        token: int = model.step_greedy(tokens, start, [len(tokens) - 1])[0]
+        return token
+
+    return step
+
+
+def logits(folder: Path) -> Step:
+    model, session = _program(folder)
+
+    def step(tokens: list[int], start: int) -> int:
+        session.control.rewind(start)
+        return int(model.step(tokens, start, [len(tokens) - 1])[0].argmax())
+
+    return step
+
+
+def compiled(folder: Path) -> Step:
+    import numpy as np
+
+    from executorch_mlx.backends.mlx.runtime.device import STREAM, mx
+
+    model, session = _program(folder)
+    program = model._program.load_method("forward")._delegates[0].program
+    cache = session.control
+
+    def step(tokens: list[int], start: int) -> int:
+        cache.rewind(start)
+        with mx.stream(STREAM), cache.step():
+            inputs = [
+                mx.array([tokens], dtype=mx.int64),
+                mx.arange(start, start + len(tokens), dtype=mx.int64),
+                mx.array([len(tokens) - 1], dtype=mx.int64),
+            ]
+            (out,) = program(inputs, cache)
+            mx.eval(out, cache.release())
+            return int(np.array(out)[0, 0].argmax())
+
+    return step
+
+
+def mlx_lm(folder: Path) -> Step:
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder / "hf")
+    cache = make_prompt_cache(model)
+
+    def step(tokens: list[int], start: int) -> int:
+        trim_prompt_cache(cache, cache[0].offset - start)
+        return int(mx.argmax(model(mx.array([tokens]), cache=cache)[0, -1]).item())
+
+    return step
+
+
+def mlx_lm_same_blas(folder: Path) -> Step:
+    from executorch_mlx.backends.mlx.runtime.blas import install_blas
+
+    install_blas()
+    return mlx_lm(folder)
+
+
+def hugging_face(folder: Path) -> Step:
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    torch.set_grad_enabled(False)
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype="auto").eval()
+    cache = DynamicCache()
+
+    def step(tokens: list[int], start: int) -> int:
+        if cache.get_seq_length() > start:
+            cache.crop(start - cache.get_seq_length())
+        out = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return int(out.logits[0, -1].argmax())
+
+    return step
+
+
+CONTENDERS: dict[str, Callable[[Path], Step]] = {
+    "executorch-mlx, forward_greedy": greedy,
+    "executorch-mlx, forward": logits,
+    "compiled callable, no ExecuTorch": compiled,
+    "mlx-lm, as installed": mlx_lm,
+    "mlx-lm, with our BLAS": mlx_lm_same_blas,
+    "Hugging Face on torch": hugging_face,
+}
+
+
+# -- worker and parent ----------------------------------------------------------------
+
+
+def work(name: str, folder: Path, decode: int, prefill: int) -> None:
+    """Serve turns: each line read is one; each line written holds its seconds and the tokens chosen."""
+    step = CONTENDERS[name](folder)
+    prompt = [(7 * index) % 900 + 100 for index in range(prefill)]
+    step(prompt[:HISTORY], 0)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        token = step(prompt, 0)
+        prefill_s = time.perf_counter() - began
+        token = step(prompt[:HISTORY], 0)
+        times, chosen = [], []
+        for index in range(decode):
+            began = time.perf_counter()
+            token = step([token], HISTORY + index)
+            times.append(time.perf_counter() - began)
+            chosen.append(token)
+        print(json.dumps({"prefill_s": prefill_s, "decode_s": statistics.median(times), "tokens": chosen}), flush=True)
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Let the contenders take turns; return seconds by contender."""
+    workers = {}
+    for name in CONTENDERS:
+        print(f"start {name}", file=sys.stderr)
+        arguments = ["--worker", name, "--folder", folder, "--decode", options.decode, "--prefill", options.prefill]
+        command = [sys.executable, __file__, *map(str, arguments)]
+        workers[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        _answer(name, workers[name])
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+    for turn in range(options.turns):
+        for name, worker in workers.items():
+            print(f"turn {turn + 1} of {options.turns}: {name}", file=sys.stderr)
+            assert worker.stdin is not None
+            worker.stdin.write("turn\n")
+            worker.stdin.flush()
+            turns[name].append(json.loads(_answer(name, worker)))
+    for worker in workers.values():
+        worker.communicate()
+    for name, rows in turns.items():
+        if any(turn["tokens"] != turns[REFERENCE][0]["tokens"] for turn in rows):
+            print(f"note: {name} chose other tokens than {REFERENCE}", file=sys.stderr)
+    return {
+        name: {key: statistics.median(turn[key] for turn in rows) for key in ("prefill_s", "decode_s")}
+        for name, rows in turns.items()
+    }
+
+
+def _answer(name: str, worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        if line.startswith(("ready", "{")):
+            return line
+    raise RuntimeError(f"{name} ended with status {worker.wait()}")
+
+
+def prepare(folder: Path) -> None:
+    """Write SmolLM2 as a Hugging Face folder and as a program."""
+    import torch
+
+    from executorch_mlx.examples.llm.checkpoint import load_checkpoint
+    from executorch_mlx.examples.llm.export import export_model
+
+    print("load and export SmolLM2", file=sys.stderr)
+    model = load_checkpoint("smollm2", torch.float32).model
+    # A model read from GGUF cannot be saved; a plain one of the same weights can.
+    plain = type(model)(type(model.config)(**_without_quantization(model.config.to_dict())))
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(folder / "hf")
+    export_model(model, folder / "pte")
+
+
+def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "_name_or_path")}
+
+
+# -- report ---------------------------------------------------------------------------
+
+
+def table(results: dict[str, dict[str, float]], prefill: int) -> list[str]:
+    """Return the Markdown table: rates, and their ratio to mlx-lm as pip installs it."""
+    base = results[REFERENCE]
+    lines = [
+        f"| | decode, tokens/s | ratio | prefill of {prefill}, tokens/s | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in results.items():
+        decode, fill = (base[key] / row[key] for key in ("decode_s", "prefill_s"))
+        lines.append(
+            f"| {name} | {1 / row['decode_s']:.1f} | {decode:.2f} | {prefill / row['prefill_s']:.0f} | {fill:.2f} |"
+        )
+    return lines
+
+
+def plot(results: dict[str, dict[str, float]], prefill: int, path: Path) -> None:
+    """Draw both rates as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(results)
+    rates = {
+        "decode, tokens/s": [1 / results[name]["decode_s"] for name in names],
+        f"prefill of {prefill} tokens, tokens/s": [prefill / results[name]["prefill_s"] for name in names],
+    }
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 2.8), sharey=True, layout="constrained")
+    colours = ["tab:blue" if name.startswith(("executorch", "compiled")) else "tab:gray" for name in names]
+    for axis, (title, values) in zip(axes, rates.items(), strict=True):
+        bars = axis.barh(names, values, color=colours)
+        axis.bar_label(bars, fmt="%.1f", padding=3)
+        axis.set_title(title, fontsize=10)
+        axis.margins(x=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
+
+
+def machine() -> str:
+    """Describe the machine and the libraries."""
+    from importlib.metadata import version
+
+    from executorch_mlx.backends.mlx import backend_info
+
+    info = backend_info()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "torch", "transformers"))
+    return f"{os.cpu_count()} cores of {cpu}, {platform.system()}; {info.blas or info.device}; {libraries}"
+
+
+def write_report(results: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
+    """Put the table between the page's markers, and the picture beside it."""
+    begin, end = "<!-- single_sequence begin -->", "<!-- single_sequence end -->"
+    page = options.docs / "benchmarks.md"
+    before, rest = page.read_text().split(begin)
+    after = rest.split(end)[1]
+    picture = "benchmarks-single-sequence.png"
+    plot(results, options.prefill, options.docs / picture)
+    body = "\n".join(
+        [
+            f"SmolLM2-135M, float32, greedy, history of {HISTORY} to {HISTORY + options.decode} tokens; {machine()};"
+            f" {options.turns} turns, {time.strftime('%Y-%m-%d')}.",
+            "",
+            *table(results, options.prefill),
+            "",
+            f"![tokens per second]({picture})",
+        ]
+    )
+    page.write_text(f"{before}{begin}\n{body}\n{end}{after}")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=5, help="turns of each contender (default: %(default)s)")
+    parser.add_argument("--decode", type=int, default=32, help="steps timed in a turn (default: %(default)s)")
+    parser.add_argument("--prefill", type=int, default=128, help="tokens of the prompt (default: %(default)s)")
+    parser.add_argument("--docs", type=Path, help="folder whose benchmarks.md gets the table and the picture")
+    parser.add_argument("--folder", type=Path, help="where the model lies or is written (default: a temporary folder)")
+    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker, options.folder, options.decode, options.prefill)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        if not (folder / "pte").is_dir():
+            prepare(folder)
+        results = measure(folder, options)
+    print("\n".join(table(results, options.prefill)))
+    if options.docs:
+        write_report(results, options)
+
+
+if __name__ == "__main__":
+    main()
