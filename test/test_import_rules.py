@@ -29,6 +29,7 @@ RULES: dict[str, set[str]] = {
         f"{MLX}.graph",
         f"{MLX}.identity",
         f"{MLX}.lowering",
+        f"{MLX}.outline",
         f"{MLX}.passes",
         f"{MLX}.preprocess",
         "executorch.exir",
@@ -38,14 +39,19 @@ RULES: dict[str, set[str]] = {
         f"{MLX}.graph",
         f"{MLX}.identity",
         f"{MLX}.lowering",
+        f"{MLX}.outline",
         f"{MLX}.passes",
         f"{MLX}.program",
+        f"{MLX}.weights",
         "executorch.exir",
         "torch",
     },
+    f"{MLX}.outline": {f"{MLX}.graph", f"{MLX}.passes", "torch"},
+    f"{MLX}.weights": {"executorch.exir", "torch"},
     f"{MLX}.runtime": {f"{MLX}.identity", f"{MLX}.program", CACHE, "executorch", "flatbuffers", "mlx", "numpy"},
+    f"{MLX}.runtime.blas": {f"{MLX}.runtime", "mlx", "scipy_openblas32"},
     f"{MLX}.runtime.loader": {f"{MLX}.runtime", f"{MLX}.identity", f"{MLX}.program", "executorch", "torch"},
-    LLM: {CACHE, MLX, "executorch", "jinja2", "rich", "tokenizers", "torch", "transformers"},
+    LLM: {CACHE, MLX, "executorch", "jinja2", "numpy", "rich", "tokenizers", "torch", "transformers"},
 }
 
 

@@ -273,8 +273,9 @@ def _rope(node: Node, at: At) -> Step:
         if env[x].ndim != 4:
             fused(env)
             return
-        given = (dims, base, scale, env[x].shape[2])
-        env[out] = env[-1].rotation(given, offset(env), None if freqs is None else env[freqs]).apply(env[x])
+        state: StepState = env[-1]
+        array, table = env[x], None if freqs is None else env[freqs]
+        env[out] = state.rotation(dims, base, scale, array.shape[2], offset(env), table).apply(array)
 
     # On the CPU MLX has no fused kernel: its own composition computes each angle anew in every layer.
     is_composed = mx.default_device().type == mx.cpu and not traditional and dims % 2 == 0
@@ -438,13 +439,16 @@ class StepState:
             known = self._host[slot] = (array, host_positions(array))
         return known[1]
 
-    def rotation(self, given: tuple[Any, ...], offset: Any, freqs: mx.array | None) -> _Rotation:
+    def rotation(
+        self, dims: int, base: float, scale: float, length: int, offset: Any, freqs: mx.array | None
+    ) -> _Rotation:
         """Return the rotation of these parameters; layers that give the same arrays share it."""
-        key = (given, id(offset), id(freqs))
+        key = (dims, base, scale, length, id(offset), id(freqs))
         known = self._rotations.get(key)
         if known is None:
+            rotation = _Rotation(dims, base, scale, length, offset, freqs)
             # The arrays are kept, so that their ids stay theirs.
-            known = self._rotations[key] = (offset, freqs, _Rotation(*given, offset, freqs))
+            known = self._rotations[key] = (offset, freqs, rotation)
         return known[2]
 
     @staticmethod

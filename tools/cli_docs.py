@@ -1,0 +1,42 @@
+"""Writes docs/cli.md from the commands' own argument parsers: ``python tools/cli_docs.py``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from executorch_mlx.examples.llm import export_llm, run_llm
+
+PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+COMMANDS = (export_llm.parser, run_llm.parser)
+HEAD = """# Commands
+
+Errors are one line on the standard error, with exit status 2; Ctrl-C ends a command with 130. This page is written by
+`tools/cli_docs.py` from what `--help` prints.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    return "\n".join([HEAD, *(section(make()) for make in COMMANDS)])
+
+
+def section(parser: argparse.ArgumentParser) -> str:
+    """Return one command's description and the table of its flags."""
+    rows = [row(parser, action) for action in parser._actions if "--help" not in action.option_strings]
+    return "\n".join([f"## `{parser.prog}`", "", parser.description or "", "", "| flag | |", "|---|---|", *rows, ""])
+
+
+def row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """Return a flag's line: how it is written, and its help."""
+    value = (
+        "" if action.nargs == 0 else f" {{{','.join(action.choices)}}}" if action.choices else f" {action.dest.upper()}"
+    )
+    flags = ", ".join(f"`{name}{value}`" for name in action.option_strings)
+    text = (action.help or "") % {"default": action.default, "prog": parser.prog}
+    required = " (required)" if action.required else ""
+    return f"| {flags} | {text}{required} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
