@@ -178,8 +178,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
     for worker in workers.values():
         worker.communicate()
     for name, rows in turns.items():
-        if any(turn["tokens"] != turns[REFERENCE][0]["tokens"] for turn in rows):
-            print(f"note: {name} chose other tokens than {REFERENCE}", file=sys.stderr)
+        if any(turn["tokens"] != turns["Hugging Face on torch"][0]["tokens"] for turn in rows):
+            print(f"note: {name} chose other tokens than Hugging Face", file=sys.stderr)
     return {
         name: {key: statistics.median(turn[key] for turn in rows) for key in ("prefill_s", "decode_s")}
         for name, rows in turns.items()

@@ -125,6 +125,10 @@ SAMPLES: dict[str, Sample] = {
     # Static: ExecuTorch 1.5.1 makes the input of a program static that begins with a split.
     "split_sizes": Sample(lambda x: x.split([1, 2, 3], -1)[1], dynamic=False),
     "chunks": Sample(lambda x: x.chunk(3, -1)[2], dynamic=False),
+    "chunks_the_last_shorter": Sample(lambda x: torch.cat(x.chunk(4, 1)[::-1], 1), dynamic=False),
+    "contiguous": Sample(lambda x: x.t().contiguous()),
+    "dropout_in_evaluation": Sample(lambda x: F.dropout(x + 1.0, 0.5, training=False)),
+    "type_as": Sample(lambda x: x.half().type_as(x) + x.to(x.dtype)),
     "cast": Sample(lambda x: x.to(torch.float16)),
     "cast_to_integer": Sample(lambda x: (x * 3).to(torch.int64)),
     "embedding": Sample(lambda i: F.embedding(i, WEIGHT), (torch.tensor([[2, 0, 1]]),), False),
@@ -153,7 +157,9 @@ SAMPLES: dict[str, Sample] = {
     "sizes": Sample(lambda x: x.view(x.shape[0] * 2, 3)),
 }
 
-CASES = [(name, dtype) for name, sample in SAMPLES.items() for dtype in sample.dtypes]
+# ATen's operators, of a program that is delegated whole, in each dtype; and in one the edge dialect's.
+CASES = [(name, dtype, True) for name, sample in SAMPLES.items() for dtype in sample.dtypes]
+CASES += [(name, sample.dtypes[0], False) for name, sample in SAMPLES.items()]
 
 
 class Module(torch.nn.Module):
@@ -165,20 +171,26 @@ class Module(torch.nn.Module):
         return self.function(*inputs)
 
 
-def lowered(module: torch.nn.Module, inputs: tuple[Any, ...], *, dynamic: bool) -> tuple[bytes, MLXPartitioner]:
+def lowered(
+    module: torch.nn.Module, inputs: tuple[Any, ...], *, dynamic: bool, outline: bool = True
+) -> tuple[bytes, MLXPartitioner]:
     shapes = ({0: torch.export.Dim("n", min=1, max=64)},) if dynamic else None
     program = torch.export.export(module, inputs, dynamic_shapes=(shapes,) if shapes else None, strict=False)
-    partitioner = MLXPartitioner()
+    partitioner = MLXPartitioner(outline=outline)
     edge = to_edge_transform_and_lower(program, partitioner=[partitioner])
     return edge.to_executorch().buffer, partitioner
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES, ids=[f"{name}-{str(dtype)[6:]}" for name, dtype in CASES])
-def test_lowering_row_through_executorch_equals_eager_torch(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "outline"),
+    CASES,
+    ids=[f"{name}-{str(dtype)[6:]}-{'aten' if outline else 'edge'}" for name, dtype, outline in CASES],
+)
+def test_lowering_row_through_executorch_equals_eager_torch(name: str, dtype: torch.dtype, outline: bool) -> None:
     sample = SAMPLES[name]
     inputs = sample.inputs or (values(4, 6, dtype=dtype),)
     module = Module(sample.function)
-    buffer, partitioner = lowered(module, inputs, dynamic=sample.dynamic)
+    buffer, partitioner = lowered(module, inputs, dynamic=sample.dynamic, outline=outline)
     assert partitioner.not_delegated == []
     method = load_program(buffer).load_method("forward")
     feeds = [inputs]
