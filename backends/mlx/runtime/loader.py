@@ -73,7 +73,10 @@ class Method:
                     outputs: Sequence[Any] = self._method(inputs, False)
                 except RuntimeError as failure:
                     raise (take_error() or _explained(failure, self.metadata, inputs)) from failure
-                return [_owned(value) for value in outputs]
+                owned = [_owned(value) for value in outputs]
+                # Under the lock: a thread that drops torch tensors while the interpreter exits aborts the process.
+                del outputs
+                return owned
 
     @property
     def metadata(self) -> Any:
