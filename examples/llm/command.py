@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
@@ -23,6 +26,27 @@ def run(main: Callable[[], None]) -> None:
     except EXPECTED_ERRORS as error:
         show_error(error)
         sys.exit(2)
+
+
+class DeferredInterrupt:
+    """Inside, Ctrl-C waits for ``check``, so that no step is torn in the middle; pressed again, it waits no longer."""
+
+    def __enter__(self) -> DeferredInterrupt:
+        self._is_pending = False
+        self._previous: Any = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
+        if self._is_pending:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.check()
+        self._is_pending = True
 
 
 def show_error(error: BaseException) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,17 +127,11 @@ class _Runner:
         for text, prompt in zip(options.prompt, self._prompts, strict=True):
             needed = min(len(prompt) + options.max_new_tokens, self._model.max_context)
             cache = self._new_cache(options.kv_capacity or needed)
-            shown = _Shown(self._tokenizer, is_json=options.json)
             with CacheSession(cache) as session:
-                result = self._model.generate(
-                    prompt,
-                    max_new_tokens=options.max_new_tokens,
-                    stop_ids=self._tokenizer.stop_ids,
-                    sampling=self._sampling,
-                    on_token=shown.push,
-                    session=session,
+                generate = partial(
+                    self._model.generate, prompt, stop_ids=self._tokenizer.stop_ids, session=session, **self._how()
                 )
-                shown.finish(text, result, self._describe(cache))
+                result = self._answer(text, generate, cache)
             if result.finish_reason == "interrupted":
                 raise KeyboardInterrupt
 
@@ -147,15 +143,27 @@ class _Runner:
             conversation = Conversation(self._model, self._tokenizer, session, chat=self._chat)
 
             def answer(text: str) -> None:
-                shown = _Shown(self._tokenizer, is_json=options.json)
-                result = conversation.ask(
-                    text, max_new_tokens=options.max_new_tokens, sampling=self._sampling, on_token=shown.push
-                )
-                shown.finish(text, result, self._describe(cache))
+                self._answer(text, partial(conversation.ask, text, **self._how()), cache)
 
             for text in options.prompt:
                 answer(text)
             converse(conversation, answer, lambda: self._describe(cache), prompt="" if options.json else "> ")
+
+    def _how(self) -> dict[str, Any]:
+        return {"max_new_tokens": self._options.max_new_tokens, "sampling": self._sampling}
+
+    def _answer(self, text: str, generate: Callable[..., Generation], cache: Any) -> Generation:
+        """Show an answer as it comes; Ctrl-C ends it after the token that is under way."""
+        shown = _Shown(self._tokenizer, is_json=self._options.json)
+        with command.DeferredInterrupt() as interrupt:
+
+            def show(token: int) -> None:
+                shown.push(token)
+                interrupt.check()
+
+            result = generate(on_token=show)
+        shown.finish(text, result, self._describe(cache))
+        return result
 
     def _encode(self, prompt: str) -> list[int]:
         if self._chat:

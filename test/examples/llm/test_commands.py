@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,42 @@ def test_run_llm_windows_may_be_kept_whole(
     assert f"KV cache: {layers} layers, float32" in captured.err
     run_llm.main([*arguments, "--max-new-tokens", "20", "--json"])
     assert captured.out.strip("\n").startswith(json.loads(capsys.readouterr().out)["text"][:5])
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_run_llm_interrupted_shows_what_came(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interactive: bool
+) -> None:
+    arguments = ["--model-dir", str(tiny.folder), "--json", "--no-chat", "--max-new-tokens", "9", "--prompt", "abc"]
+    run_llm.main(arguments)
+    whole = json.loads(capsys.readouterr().out)["tokens"]
+    seen: list[int] = []
+
+    def interrupted_at_the_third(self: Any, token: int) -> None:
+        seen.append(token)
+        if len(seen) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(run_llm._Shown, "push", interrupted_at_the_third)
+    if interactive:
+        monkeypatch.setattr("sys.stdin", io.StringIO("/undo\nabc\n"))
+        run_llm.main([*arguments, "--interactive"])
+    else:
+        with pytest.raises(SystemExit) as caught:
+            command.run(lambda: run_llm.main([*arguments, "--prompt", "never"]))
+        assert caught.value.code == 130
+    first, *others = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (first["tokens"], first["finish_reason"]) == (whole[:3], "interrupted")
+    assert [row["tokens"] for row in others] == ([whole] if interactive else [])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_second_interrupt_does_not_wait() -> None:
+    with command.DeferredInterrupt() as interrupt:
+        interrupt.check()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 BAD_RUNS = {
