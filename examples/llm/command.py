@@ -1,10 +1,11 @@
-"""What the commands have in common: errors in one line, and progress that stays off stdout."""
+"""What the commands have in common: errors in one line, Ctrl-C between tokens, and progress that stays off stdout."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,19 @@ def run(main: Callable[[], None]) -> None:
     except EXPECTED_ERRORS as error:
         show_error(error)
         sys.exit(2)
+
+
+@contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """Give a function that names the stage which begins: beside a spinner on a terminal, in lines elsewhere."""
+    with console.status("") as status:
+
+        def begin(stage: str) -> None:
+            status.update(stage)
+            if not console.is_terminal:
+                console.print(stage)
+
+        yield begin
 
 
 class DeferredInterrupt:

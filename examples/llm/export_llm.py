@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     options = parser().parse_args(arguments)
-    with command.console.status("load the model") as status:
+    with command.stages() as begin:
+        begin("load the model")
         checkpoint = load_checkpoint(options.model, getattr(torch, options.dtype))
         report = export_model(
             checkpoint.model,
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
             max_context=options.max_context,
             max_step_tokens=options.max_step_tokens,
             backend_id=options.backend_id,
-            progress=status.update,
+            progress=begin,
         )
         checkpoint.tokenizer.save_pretrained(options.output_dir)
         if checkpoint.model.generation_config is not None:
