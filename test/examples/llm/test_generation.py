@@ -234,7 +234,7 @@ def test_export_model_limit_out_of_range_is_an_error(tiny: Any, tmp_path: Path, 
 
 @pytest.mark.smollm2
 def test_smollm2_is_one_delegate_with_a_cache_per_layer(smollm2: Any) -> None:
-    constants = LanguageModel(smollm2.folder / MODEL_FILE)._constants
+    constants = load_program(smollm2.folder / MODEL_FILE).constants()
     assert constants["get_n_caches"] == 30
     assert constants["get_kv_heads"] == [3] * 30
     assert constants["get_head_dims"] == constants["get_v_head_dims"] == [64] * 30
