@@ -46,7 +46,7 @@ class DeferredInterrupt:
     """Inside, Ctrl-C waits for ``check``, so that no step is torn in the middle; pressed again, it waits no longer."""
 
     def __enter__(self) -> DeferredInterrupt:
-        self._is_pending = False
+        self.is_pending = False
         self._previous: Any = signal.signal(signal.SIGINT, self._note)
         return self
 
@@ -55,12 +55,12 @@ class DeferredInterrupt:
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was pressed."""
-        if self._is_pending:
+        if self.is_pending:
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.check()
-        self._is_pending = True
+        self.is_pending = True
 
 
 def show_error(error: BaseException) -> None:

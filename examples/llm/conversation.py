@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from executorch_mlx.extension.llm.cache import CacheSession
+from executorch_mlx.extension.llm.cache import CacheLostError, CacheSession
 
 from .generation import GREEDY, Generation, LanguageModel
 from .sampling import Sampling
@@ -85,6 +85,9 @@ class Conversation:
                 on_token=note,
                 session=self._session,
             )
+        except CacheLostError:
+            self._session.control.clear()
+            raise
         finally:
             # The last token of an answer is not fed, and a step that failed or was interrupted has fed none of its own.
             self._held = fed[: self.num_tokens]
@@ -98,6 +101,8 @@ class Conversation:
         Raises:
             ValueError: there are not so many.
         """
+        if not self.messages:
+            raise ValueError("undo: there is nothing to undo")
         if not 1 <= turns <= self.num_turns:
             raise ValueError(f"undo: expected 1 to {self.num_turns} turns, got {turns}")
         self.messages = self.messages[: -2 * turns]

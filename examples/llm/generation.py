@@ -144,12 +144,14 @@ class LanguageModel:
             )
         # The last new token is never fed back, so that it needs no room.
         budget = min(max_new_tokens, room - len(prompt) + 1)
-        choose = self._chooser(sampling)
+        method, choose = self._chooser(sampling)
         result = Generation(prompt_tokens=len(prompt))
         began = time.perf_counter()
         try:
-            for at in range(0, len(prompt), self.max_step):
-                token = choose(prompt[at : at + self.max_step], cache.position)
+            chunks = [prompt[at : at + self.max_step] for at in range(0, len(prompt), self.max_step)]
+            for chunk in chunks[:-1]:
+                self._run(method, chunk, cache.position, [0])
+            token = choose(chunks[-1], cache.position)
             result.prefill_s = time.perf_counter() - began
             while token not in stop_ids:
                 result.tokens.append(token)
@@ -167,14 +169,14 @@ class LanguageModel:
         result.decode_s = total - result.prefill_s
         return result
 
-    def _chooser(self, sampling: Sampling) -> Callable[[Sequence[int], int], int]:
-        """Return a function that feeds tokens from a position on and chooses the one that follows."""
+    def _chooser(self, sampling: Sampling) -> tuple[str, Callable[[Sequence[int], int], int]]:
+        """Return a method, loaded, and a function that feeds it tokens from a position on and chooses the next."""
         if sampling.is_greedy and "forward_greedy" in self._program.method_names:
             self._program.load_method("forward_greedy")
-            return lambda tokens, start: self.step_greedy(tokens, start, [len(tokens) - 1])[0]
+            return "forward_greedy", lambda tokens, start: self.step_greedy(tokens, start, [len(tokens) - 1])[0]
         self._program.load_method("forward")
         sampler = Sampler(sampling)
-        return lambda tokens, start: sampler.choose(self.step(tokens, start, [len(tokens) - 1])[0].numpy())
+        return "forward", lambda tokens, start: sampler.choose(self.step(tokens, start, [len(tokens) - 1])[0].numpy())
 
     def _run(self, method: str, tokens: Sequence[int], start: int, rows: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor([list(tokens)])

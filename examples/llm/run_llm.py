@@ -162,6 +162,8 @@ class _Runner:
                 interrupt.check()
 
             result = generate(on_token=show)
+            if interrupt.is_pending:
+                result.finish_reason = "interrupted"
         shown.finish(text, result, self._describe(cache))
         return result
 

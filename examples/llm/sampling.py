@@ -58,7 +58,7 @@ class Sampler:
             logits: [vocabulary].
 
         Raises:
-            ValueError: a logit is NaN, or all are -inf.
+            ValueError: a logit is NaN or inf, or all are -inf.
         """
         scores = np.asarray(logits, dtype=np.float64)
         highest = scores.max()

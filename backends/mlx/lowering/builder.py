@@ -63,7 +63,7 @@ class GraphBuilder:
         self._slots: dict[Node, Any] = {}
         self._instructions: list[Any] = []
         self._constants: dict[str, tuple[Tid, torch.Tensor]] = {}
-        self._scalars: dict[tuple[type, float | bool, torch.dtype], Tid] = {}
+        self._scalars: dict[str, Tid] = {}
         self._casts: dict[tuple[Tid, torch.dtype], Tid] = {}
         self._meta: dict[Tid, TensorMeta] = {}
         self._inputs: list[Tid | Vid] = []
@@ -113,9 +113,10 @@ class GraphBuilder:
 
     def scalar(self, value: float | bool, dtype: torch.dtype) -> Tid:
         """Return a constant without dimensions; equal ones are stored once."""
-        key = (type(value), value, dtype)
+        # By their text: 0.0 and -0.0 are equal. With the dtype: zeros of several have the same bytes.
+        key = f"scalar_{value!r}_{str(dtype).removeprefix('torch.')}"
         if key not in self._scalars:
-            self._scalars[key] = self._constant(f"scalar_{value}", torch.tensor(value, dtype=dtype))
+            self._scalars[key] = self._constant(key, torch.tensor(value, dtype=dtype))
         return self._scalars[key]
 
     def cast(self, node_or_slot: Any, current: torch.dtype, wanted: torch.dtype) -> Tid:

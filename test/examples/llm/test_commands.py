@@ -106,7 +106,7 @@ def test_run_llm_interactive_obeys_its_commands(
         ("/what", "unknown command '/what'; /help lists them"),
         ("/undo many", "unknown command '/undo many'"),
         ("/undo 1 2", "unknown command"),
-        ("/undo", "undo: expected 1 to 0 turns, got 1"),
+        ("/undo", "undo: there is nothing to undo"),
         ("x" * 97, "the conversation would have 97 tokens and there is room for 96: /undo or /reset"),
     ],
 )

@@ -15,6 +15,7 @@ from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.examples.llm.export import export_model
 from executorch_mlx.examples.llm.folder import MODEL_FILE
 from executorch_mlx.examples.llm.generation import LanguageModel
+from executorch_mlx.examples.llm.sampling import Sampling
 from executorch_mlx.examples.llm.tokenizer import Tokenizer
 from executorch_mlx.extension.llm.cache import CacheFullError, CacheSession
 
@@ -266,3 +267,15 @@ def test_smollm2_knows_the_capital_of_france(smollm2: Any) -> None:
     with CacheSession(model.new_cache(64)) as session:
         result = model.generate(ids, max_new_tokens=20, stop_ids=tokenizer.stop_ids, session=session)
     assert tokenizer.decode(result.tokens) == "The capital of France is Paris."
+
+
+def test_a_seed_gives_the_same_tokens_in_any_chunks(tiny: Any, small_ids: list[int]) -> None:
+    model = LanguageModel(tiny.folder / MODEL_FILE)
+
+    def sampled(max_step: int) -> list[int]:
+        model.max_step = max_step
+        with CacheSession(model.new_cache(64)) as session:
+            result = model.generate(small_ids[:20], max_new_tokens=8, sampling=Sampling(1.0, seed=1), session=session)
+        return result.tokens
+
+    assert sampled(16) == sampled(3)

@@ -154,6 +154,8 @@ SAMPLES: dict[str, Sample] = {
     "arange_step": Sample(lambda x: torch.arange(1, x.shape[0] + 1, 2), dynamic=False),
     "full": Sample(lambda x: x + torch.full((x.shape[0], 1), 2.5)),
     "full_like": Sample(lambda x: torch.full_like(x, 7)),
+    "zeros_of_two_dtypes": Sample(lambda x: (x + 0).to(torch.int64) + (x.to(torch.int64) * 0 + (2**24 + 1) + 0)),
+    "zeros_of_two_signs": Sample(lambda x: 1.0 / (x * -0.0) + x * 0.0),
     "sizes": Sample(lambda x: x.view(x.shape[0] * 2, 3)),
 }
 
