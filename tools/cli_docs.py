@@ -11,8 +11,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 COMMANDS = (export_llm.parser, run_llm.parser)
 HEAD = """# Commands
 
-Errors are one line on the standard error, with exit status 2; Ctrl-C ends a command with 130. This page is written by
-`tools/cli_docs.py` from what `--help` prints.
+Errors are one line on the standard error, with exit status 2 (a wrong flag prints the usage too). Ctrl-C ends a command
+with status 130; in a conversation it ends the answer. This page is written by `tools/cli_docs.py` from what `--help`
+prints.
 """
 
 

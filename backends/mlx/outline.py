@@ -66,8 +66,8 @@ def _aside(key: str) -> Outlined:
     aside = _outlined.get(key)
     if aside is None:
         raise RuntimeError(
-            "this program stands for a graph that its MLXPartitioner held, which is gone: keep the partitioner until"
-            " the program is lowered, or say MLXPartitioner(outline=False)"
+            "this program stands for a graph that its MLXPartitioner held, which is gone: keep the partitioner for as"
+            " long as the program is lowered or run in Python, or say MLXPartitioner(outline=False)"
         )
     return aside
 
@@ -139,16 +139,29 @@ def restored(program: ExportedProgram) -> ExportedProgram:
     """Return the graph that a delegated program calls, with the program's order of inputs and outputs.
 
     A program that calls none is returned as it is.
+
+    Raises:
+        RuntimeError: there is more in it than the call.
     """
     calls = [node for node in program.graph.nodes if is_outlined(node)]
     if not calls:
         return program
-    ((key, arguments, _),) = (call.args for call in calls)
+    call, *others = calls
+    results = program.graph.output_node().args[0]
+    is_plain = not others and all(
+        result is call or (target_of(result) is operator.getitem and result.args[0] is call) for result in results
+    )
+    if not is_plain or any(node.op == "placeholder" and node not in call.args[1] for node in program.graph.nodes):
+        raise RuntimeError(
+            "a pass has changed a program that goes to the delegate whole, without seeing its operators: use"
+            " MLXPartitioner(outline=False)"
+        )
+    key, arguments, _ = call.args
     aside = _aside(key)
     names = dict(zip(arguments, aside.inputs, strict=True))
     order = [names[node] for node in program.graph.nodes if node.op == "placeholder"]
     # The single result of a call is itself; several are picked from a tuple.
-    picks = [0 if result is calls[0] else result.args[1] for result in program.graph.output_node().args[0]]
+    picks = [0 if result is call else result.args[1] for result in results]
     restored = copy_program(aside.program)
     graph = restored.graph
     places = {node.name: node for node in graph.nodes if node.op == "placeholder"}

@@ -57,7 +57,9 @@ class MLXPartitioner(Partitioner):
             backend_id: "MLXBackend", which ExecuTorch's own runtime for Apple silicon runs too, or this package's own
                 id, ``PLUGIN_BACKEND_ID``.
             outline: let a program that is delegated whole cross ExecuTorch's passes as one call, which is several times
-                faster. With ``transform_passes`` of your own, say False: they would not see its operators.
+                faster. Say False with ``transform_passes`` of your own, which would not see its operators, and with
+                another partitioner listed first, which would be left nothing. A graph put aside is kept, with its
+                weights, for as long as the partitioner.
 
         Raises:
             ValueError: another id.

@@ -65,4 +65,4 @@ class DeferredInterrupt:
 
 def show_error(error: BaseException) -> None:
     """Print an error in one line."""
-    console.print(f"error: {error}", style="bold red", markup=False, soft_wrap=True)
+    console.print(f"error: {' '.join(str(error).split())}", style="bold red", markup=False, soft_wrap=True)

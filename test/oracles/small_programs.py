@@ -57,6 +57,18 @@ class Affine(torch.nn.Module):
         return out
 
 
+class Counting(torch.nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x + self.calls
+
+
 class Attention(torch.nn.Module):
     """Causal attention over [1, n, 16] with grouped queries and rotary positions."""
 

@@ -26,23 +26,6 @@ constexpr int kNoTrans = 111;
 constexpr int kTrans = 112;
 
 template <typename T>
-using Gemm = void (*)(
-    int order,
-    int trans_a,
-    int trans_b,
-    int m,
-    int n,
-    int k,
-    T alpha,
-    const T* a,
-    int lda,
-    const T* b,
-    int ldb,
-    T beta,
-    T* c,
-    int ldc);
-
-template <typename T>
 using Gemv = void (*)(
     int order,
     int trans,
@@ -57,13 +40,15 @@ using Gemv = void (*)(
     T* y,
     int incy);
 
+// The functions that the replacements call; gemm's type is that of its
+// replacement, below.
 template <typename T>
 struct Library {
-  static Gemm<T> gemm;
+  static void* gemm;
   static Gemv<T> gemv;
 };
 template <typename T>
-Gemm<T> Library<T>::gemm = nullptr;
+void* Library<T>::gemm = nullptr;
 template <typename T>
 Gemv<T> Library<T>::gemv = nullptr;
 
@@ -146,7 +131,7 @@ void gemm(
         c,
         ldc);
   } else {
-    Library<T>::gemm(
+    reinterpret_cast<decltype(&gemm<T>)>(Library<T>::gemm)(
         order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
   }
 }
@@ -157,7 +142,7 @@ struct Replacement {
 };
 
 struct Patch {
-  const char* library; // the end of its path
+  const char* library;  // the end of its path
   Replacement* replacements;
   int count;
   int found;
@@ -168,7 +153,7 @@ struct Patch {
 void find_slots(Patch& patch, ElfW(Addr) base, const ElfW(Dyn) * dynamic) {
   const char* strings = nullptr;
   const ElfW(Sym)* symbols = nullptr;
-  const ElfW(Rela)* tables[2] = {nullptr, nullptr};
+  const ElfW(Rela) * tables[2] = {nullptr, nullptr};
   size_t bytes[2] = {0, 0};
   for (; dynamic->d_tag != DT_NULL; ++dynamic) {
     const auto address = dynamic->d_un.d_ptr;
@@ -201,7 +186,7 @@ void find_slots(Patch& patch, ElfW(Addr) base, const ElfW(Dyn) * dynamic) {
   for (int table = 0; table < 2; ++table) {
     const size_t count = bytes[table] / sizeof(ElfW(Rela));
     for (size_t i = 0; i < count && tables[table] != nullptr; ++i) {
-      const ElfW(Rela)& entry = tables[table][i];
+      const ElfW(Rela) & entry = tables[table][i];
       const char* name = strings + symbols[ELF64_R_SYM(entry.r_info)].st_name;
       for (int which = 0; which < patch.count; ++which) {
         if (patch.slots[which] == nullptr &&
@@ -223,13 +208,12 @@ int visit_library(dl_phdr_info* info, size_t, void* data) {
     return 0;
   }
   for (int i = 0; i < info->dlpi_phnum; ++i) {
-    const ElfW(Phdr)& header = info->dlpi_phdr[i];
+    const ElfW(Phdr) & header = info->dlpi_phdr[i];
     if (header.p_type == PT_DYNAMIC) {
       find_slots(
           patch,
           info->dlpi_addr,
-          reinterpret_cast<const ElfW(Dyn)*>(
-              info->dlpi_addr + header.p_vaddr));
+          reinterpret_cast<const ElfW(Dyn)*>(info->dlpi_addr + header.p_vaddr));
     }
   }
   return 1;
@@ -264,9 +248,9 @@ PyObject* install(PyObject*, PyObject* args) {
       Py_RETURN_FALSE;
     }
   }
-  Library<float>::gemm = reinterpret_cast<Gemm<float>>(sgemm);
+  Library<float>::gemm = reinterpret_cast<void*>(sgemm);
   Library<float>::gemv = reinterpret_cast<Gemv<float>>(sgemv);
-  Library<double>::gemm = reinterpret_cast<Gemm<double>>(dgemm);
+  Library<double>::gemm = reinterpret_cast<void*>(dgemm);
   Library<double>::gemv = reinterpret_cast<Gemv<double>>(dgemv);
   for (int which = 0; which < patch.count; ++which) {
     __atomic_store_n(
@@ -292,7 +276,7 @@ PyModuleDef module_def = {
     nullptr,
 };
 
-} // namespace
+}  // namespace
 
 PyMODINIT_FUNC PyInit__blas() {
   return PyModule_Create(&module_def);

@@ -492,6 +492,28 @@ PyObject* sizes_tuple(const executorch::aten::Tensor& tensor) {
 }
 
 // get(index) -> Tensor | int | float | bool | None
+// Sets ValueError and returns false unless a tensor's elements lie in row-major
+// order.
+bool check_row_major(const executorch::aten::Tensor& tensor, Py_ssize_t index) {
+  int64_t expected_stride = 1;
+  bool is_row_major = true;
+  for (ssize_t i = tensor.dim() - 1; i >= 0; --i) {
+    is_row_major &=
+        tensor.size(i) == 1 || tensor.strides()[i] == expected_stride;
+    expected_stride *= tensor.size(i);
+  }
+  if (!is_row_major && tensor.numel() > 0) {
+    PyErr_Format(
+        PyExc_ValueError,
+        "argument %zd of the delegate lies in memory in channels_last order, "
+        "and is read and written in row-major order: give a contiguous tensor, "
+        "or export the model without channels_last",
+        index);
+    return false;
+  }
+  return true;
+}
+
 PyObject* arguments_get(ArgumentsObject* self, PyObject* arg) {
   Py_ssize_t index = PyLong_AsSsize_t(arg);
   if (index == -1 && PyErr_Occurred()) {
@@ -520,6 +542,9 @@ PyObject* arguments_get(ArgumentsObject* self, PyObject* arg) {
         index);
   }
   const auto& tensor = value->toTensor();
+  if (!check_row_major(tensor, index)) {
+    return nullptr;
+  }
   const DTypeRow* dtype = find_dtype(static_cast<int>(tensor.scalar_type()));
   if (dtype == nullptr) {
     return PyErr_Format(
@@ -607,6 +632,9 @@ bool write_tensor(Py_ssize_t index, EValue* value, PyObject* array) {
         index,
         nbytes,
         source.ndim);
+    return false;
+  }
+  if (!check_row_major(target, index)) {
     return false;
   }
   if (nbytes > 0) {

@@ -725,9 +725,22 @@ def refusal(node: Node) -> str | None:
     for value in (node, *node.all_input_nodes):
         results = value.meta.get("val")
         for result in results if isinstance(results, (list, tuple)) else (results,):
-            if isinstance(result, torch.Tensor) and str(result.dtype).rsplit(".", 1)[-1] not in _DTYPES:
+            if not isinstance(result, torch.Tensor):
+                continue
+            if str(result.dtype).rsplit(".", 1)[-1] not in _DTYPES:
                 return f"it works on {result.dtype}, which MLX does not run on every device"
+            if _is_channels_last(result):
+                return "its memory is in channels_last order, and a delegate's is in row-major order"
     return row.check(node)
+
+
+def _is_channels_last(value: torch.Tensor) -> bool:
+    """Whether [N, C, ...] lies in memory as [N, ..., C]. Symbols are compared with nothing: that would fix them."""
+    if value.ndim not in (4, 5):
+        return False
+    is_one = [isinstance(size, int) and size == 1 for size in value.shape]
+    stride = value.stride()[1]
+    return isinstance(stride, int) and stride == 1 and not is_one[1] and not all(is_one[2:])
 
 
 # float64 exists on MLX's CPU only, complex and quantized dtypes have no form in the format.

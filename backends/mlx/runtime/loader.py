@@ -49,6 +49,7 @@ class Method:
     def __init__(self, method: Any, delegates: list[Delegate], owner: Any) -> None:
         self._method = method
         self._owner = owner  # the method points into its program
+        self._has_delegates = bool(delegates)
         self._delegates = [delegate for delegate in delegates if delegate.program.uses_cache]
 
     def execute(self, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -62,9 +63,12 @@ class Method:
 
         Raises:
             LookupError: the program attends over a KV cache, and no session is active.
+            ValueError: an input of a delegated program is not contiguous.
             Exception: whatever the delegate or its cache raised, as it was raised.
             RuntimeError: ExecuTorch refused the call.
         """
+        if self._has_delegates:
+            _check_contiguous(inputs)
         with exclusive(), managed_calls():
             caches = {id(cache): cache for cache in (delegate.cache() for delegate in self._delegates)}
             (cache,) = caches.values() or (None,)
@@ -175,6 +179,16 @@ def load_program(source: str | Path | bytes, *, native: bool = False) -> Program
     if isinstance(source, (str, Path)):
         return Program(_C._load_program(str(source), **options), None)
     return Program(_C._load_program_from_buffer(source, **options), source)
+
+
+def _check_contiguous(inputs: Sequence[Any]) -> None:
+    """Refuse what ExecuTorch would hand on as if its elements lay in row-major order."""
+    for index, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor) and not value.is_contiguous():
+            raise ValueError(
+                f"input {index}: expected a contiguous tensor, got shape {list(value.shape)} with strides"
+                f" {list(value.stride())}: call .contiguous()"
+            )
 
 
 def _owned(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.exir.dialects._ops import ops as exir_ops
 from executorch.exir.pass_base import ExportPass, PassResult
 from torch import nn
 from torch.export import Dim, ExportedProgram
@@ -18,7 +19,7 @@ from torch.export import Dim, ExportedProgram
 from executorch_mlx.backends.mlx import MLXPartitioner, load_program
 from executorch_mlx.backends.mlx.outline import restored
 from oracles.plain_models import PlainAttentionModel, export_flat
-from oracles.small_programs import MAX_ROWS, Affine, Function, num_delegates, outside_the_delegate
+from oracles.small_programs import MAX_ROWS, Affine, Counting, Function, num_delegates, outside_the_delegate
 
 UNCHECKED = EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True)
 
@@ -343,15 +344,6 @@ def test_program_with_a_number_that_varies_is_not_outlined() -> None:
 
 
 def test_program_that_keeps_a_buffer_up_to_date_is_not_outlined() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(1))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls.add_(1)
-            return x + self.calls
-
     program = torch.export.export(Counting(), (values(2, 3),)).run_decompositions({})
     partitioner = MLXPartitioner()
     ordinary = operators(partitioner.transform_for_pre_decomposition(program))
@@ -513,3 +505,21 @@ def test_running_a_graph_whose_partitioner_is_gone_is_an_error_that_says_so() ->
     gc.collect()
     with pytest.raises(RuntimeError, match="its MLXPartitioner held, which is gone"):
         program.module()(torch.rand(2, 3))
+
+
+def test_a_pass_that_changes_an_outlined_program_is_an_error_that_says_so() -> None:
+    class Negated(ExportPass):
+        def call(self, module: torch.fx.GraphModule) -> PassResult:
+            graph = module.graph
+            output = graph.output_node()
+            (result,) = output.args[0]
+            with graph.inserting_before(output):
+                negated = graph.call_function(exir_ops.edge.aten.neg.default, (result,))
+            negated.meta = dict(result.meta)
+            output.args = ((negated,),)
+            return PassResult(module, True)
+
+    exported = torch.export.export(torch.nn.SiLU(), (values(2, 3),), strict=False)
+    partitioner = MLXPartitioner()
+    with pytest.raises(RuntimeError, match="a pass has changed a program that goes to the delegate whole"):
+        to_edge_transform_and_lower(exported, transform_passes=[Negated()], partitioner=[partitioner])

@@ -15,7 +15,7 @@ from executorch_mlx.examples.llm.folder import MODEL_FILE
 from executorch_mlx.examples.llm.generation import LanguageModel
 from executorch_mlx.examples.llm.sampling import Sampling
 from executorch_mlx.examples.llm.tokenizer import Message, Tokenizer
-from executorch_mlx.extension.llm.cache import CacheSession
+from executorch_mlx.extension.llm.cache import CacheLostError, CacheSession
 
 CAPACITY = 96
 ANSWER = 5
@@ -132,6 +132,19 @@ def test_interrupt_before_the_first_token_leaves_the_conversation_as_it_was(
         talked.ask("de", max_new_tokens=ANSWER)
         expected = eager_answer(tiny.model, tokenizer, talked.messages[:-1], chat=True)
         assert talked.messages[-1]["content"] == expected
+
+
+def test_conversation_goes_on_after_the_cache_was_lost(tiny: Any, tokenizer: Tokenizer) -> None:
+    with conversation(tiny, tokenizer) as talked:
+        talked.ask("abc", max_new_tokens=3)
+        before = list(talked.messages)
+        talked._session.control.mark_lost("the device failed")
+        with pytest.raises(CacheLostError, match="the device failed"):
+            talked.ask("de", max_new_tokens=3)
+        assert talked.messages == before
+        talked.ask("de", max_new_tokens=ANSWER)
+        expected = eager_answer(tiny.model, tokenizer, talked.messages[:-1], chat=True)
+    assert talked.messages[-1]["content"] == expected
 
 
 @pytest.mark.parametrize("turns", [0, 2, -1])

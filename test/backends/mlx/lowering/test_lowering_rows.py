@@ -214,6 +214,14 @@ NOT_DELEGATED = {
     "integer_matmul": (lambda x: x.to(torch.int64) @ x.to(torch.int64).t(), "floats only"),
     "gather_of_a_part": (lambda x: x.gather(1, torch.tensor([[1, 2]])), "part of other axes"),
     "huge_fill": (lambda x: torch.full((2,), 2**62 + 1) + x[0, :2].to(torch.int64), "not exact"),
+    "channels_last": (
+        lambda x: x.view(1, 4, 2, 3).contiguous(memory_format=torch.channels_last),
+        "channels_last order",
+    ),
+    "channels_last_cast": (
+        lambda x: x.view(1, 4, 2, 3).to(torch.float16, memory_format=torch.channels_last),
+        "channels_last order",
+    ),
     "flat_argmax": (lambda x: x.argmax(), "flattens"),
     "float64": (lambda x: x.double() + 1.0, "float64"),
 }

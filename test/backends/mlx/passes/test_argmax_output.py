@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from executorch_mlx.backends.mlx import MLXPartitioner, load_program
 from executorch_mlx.backends.mlx.passes.argmax_output import argmax_output
-from oracles.small_programs import MAX_ROWS, Affine, Function, rows
+from oracles.small_programs import MAX_ROWS, Affine, Counting, Function, rows
 
 
 def scores(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -87,18 +87,6 @@ def test_argmax_output_names_its_output_in_the_signature() -> None:
     assert result.name == name
     assert result.meta["val"].dtype == torch.int64
     assert result.meta["val"].ndim == 1
-
-
-class Counting(nn.Module):
-    """Changes a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        return x + self.calls
 
 
 @pytest.mark.parametrize(

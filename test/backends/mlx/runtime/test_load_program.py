@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import torch
 from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.backends.mlx.program import ProgramError
 from executorch_mlx.backends.mlx.runtime.pte import HEAD_BYTES, check_length
-from oracles.small_programs import Affine, affine, payload_range, pointwise, run_process, with_damaged_payload
+from oracles.small_programs import (
+    Affine,
+    affine,
+    export_function,
+    payload_range,
+    pointwise,
+    run_process,
+    with_damaged_payload,
+)
 
 X = torch.arange(8.0).reshape(2, 4)
 
@@ -228,3 +237,18 @@ def test_load_program_after_a_damaged_payload_loads_another() -> None:
         damaged.load_method("forward")
     assert_runs(load_program(affine()))
     assert damaged.constants()["get_max_ctx_len"] == 32
+
+
+@pytest.mark.parametrize(
+    "rearranged",
+    [lambda x: x.to(memory_format=torch.channels_last), lambda x: x.transpose(2, 3), lambda x: x[:, ::2]],
+    ids=["channels_last", "transposed", "strided"],
+)
+def test_input_that_is_not_contiguous_is_an_error(rearranged: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.rand(1, 4, 3, 3)
+    given = rearranged(x)
+    program = export_function(lambda a: a.reshape(-1) * 2, given.contiguous())
+    method = load_program(program).load_method("forward")
+    with pytest.raises(ValueError, match=r"input 0: expected a contiguous tensor.*call .contiguous\(\)"):
+        method.execute([given])
+    torch.testing.assert_close(method.execute([given.contiguous()])[0], given.reshape(-1) * 2)
