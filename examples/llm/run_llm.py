@@ -153,7 +153,7 @@ class _Runner:
         return {"max_new_tokens": self._options.max_new_tokens, "sampling": self._sampling}
 
     def _answer(self, text: str, generate: Callable[..., Generation], cache: Any) -> Generation:
-        """Show an answer as it comes; Ctrl-C ends it after the token that is under way."""
+        """Show an answer as it comes; Ctrl-C ends it after the prompt or the token that is under way."""
         shown = _Shown(self._tokenizer, is_json=self._options.json)
         with command.DeferredInterrupt() as interrupt:
 
@@ -180,8 +180,8 @@ class _Runner:
         """Say what runs: the cache's layers and bytes, and MLX's device."""
         windowed = sum(layer.window is not None for layer in self._model.layers)
         rings = windowed if self._options.kv_windows == "program" else 0
-        kinds = [f"{number} {kind}" for number, kind in ((len(self._model.layers) - rings, "flat"), (rings, "ring"))]
-        layers = " and ".join(kind for kind in kinds if not kind.startswith("0 "))
+        kinds = {"flat": len(self._model.layers) - rings, "ring": rings}
+        layers = " and ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
         info = backend_info()
         device = f"{info.device}, {info.blas}" if info.blas else info.device
         return (
