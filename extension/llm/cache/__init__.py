@@ -4,16 +4,21 @@ This package is the tensor-free core. It imports the standard library only; ``op
 are imported by whoever exports or runs a model eagerly.
 """
 
+from .batch_cell import BatchCellCache
+from .batch_sequence import BatchSequenceCache
 from .config import CacheConfig, LayerConfig, layers_from_constants
 from .errors import CacheError, CacheFullError, CacheLostError, StepError
-from .faces import BatchControl, CacheControl, CacheLayout, SequenceControl
-from .plan import LayerPlan, Mask, Run
+from .faces import BatchControl, CacheControl, SequenceControl
+from .layout import CacheLayout
+from .plan import CellPlan, LayerPlan, Mask, RowGroup, Run, Span
 from .registry import build, register_builder
 from .sequence import SequenceCache
 from .session import CacheSession, active_cache
 
 __all__ = [
+    "BatchCellCache",
     "BatchControl",
+    "BatchSequenceCache",
     "CacheConfig",
     "CacheControl",
     "CacheError",
@@ -21,12 +26,15 @@ __all__ = [
     "CacheLayout",
     "CacheLostError",
     "CacheSession",
+    "CellPlan",
     "LayerConfig",
     "LayerPlan",
     "Mask",
+    "RowGroup",
     "Run",
     "SequenceCache",
     "SequenceControl",
+    "Span",
     "StepError",
     "active_cache",
     "build",

@@ -1,11 +1,10 @@
-"""The faces of a cache: what an application controls, and what a backend's op calls."""
+"""The faces of a cache that an application controls."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
 
 
 class CacheControl(ABC):
@@ -123,29 +122,3 @@ class BatchControl(CacheControl):
     @abstractmethod
     def declare_step(self, seq_ids: Sequence[int]) -> bool:
         """Announce whose tokens the next step carries; False, with nothing changed, where ``can_step`` is."""
-
-
-class CacheLayout(Protocol):
-    """What a builder returns: a control face with its backend's byte layer."""
-
-    def step(self) -> AbstractContextManager[None]:
-        """As ``CacheControl.step``."""
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step is open."""
-
-    def attend(self, layer: int, positions: Any, q: Any, k: Any, v: Any, scale: float) -> Any:
-        """Append this step's keys and values to a layer, then attend.
-
-        Args:
-            layer: the layer's id.
-            positions: each token's logical position, integers [n] or [n, 1].
-            q: rotated queries [1, H_q, n, D].
-            k: rotated keys [1, H_kv, n, D] with H_q a multiple of H_kv.
-            v: values [1, H_kv, n, D_v].
-            scale: softmax scale.
-
-        Returns:
-            [1, H_q, n, D_v] in q's dtype.
-        """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -20,6 +21,7 @@ class Mask(enum.Enum):
     NONE = "none"  # every query sees every key read
     CAUSAL = "causal"  # lower-right aligned: the last query sees all, each earlier one a key less
     BAND = "band"  # causal, and narrower than the span read: a window moves with the query
+    OWNED = "owned"  # a query sees, of the cells read, those of its sequence within its window
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,65 @@ class LayerPlan:
     def num_tokens(self) -> int:
         """Tokens of the step."""
         return self.stop - self.start
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Each token's position."""
+        return tuple(range(self.start, self.stop))
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens ``[start, stop)`` of a step that belong to one sequence."""
+
+    seq_id: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Consecutive tokens of a step that one attention call answers.
+
+    Attributes:
+        spans: whose tokens they are, in token order.
+        read: the cells read. Of ``OWNED`` cells some may lie behind the pool's end: those are left out.
+        mask: ``NONE`` or ``CAUSAL`` where the cells read are those of one sequence, in order; else ``OWNED``.
+    """
+
+    spans: tuple[Span, ...]
+    read: Run
+    mask: Mask
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """A step of many sequences on one layer of a pool that they share.
+
+    Attributes:
+        layer: the layer's id.
+        positions: each token's position.
+        cells: each token's cell.
+        write: the same as runs, in token order; empty when the layer has been written in this step.
+        zero: cells to be zeroed before the write: they were freed, and may hold what must not reach an output.
+        groups: what is read, by which tokens.
+        pool_cells: the cells that the layer's pool must have before the write.
+        window: the layer's window.
+    """
+
+    layer: int
+    positions: tuple[int, ...]
+    cells: tuple[int, ...]
+    write: tuple[Run, ...]
+    zero: tuple[int, ...]
+    groups: tuple[RowGroup, ...]
+    pool_cells: int
+    window: int | None
+
+
+def runs_of(slots: Sequence[int]) -> tuple[Run, ...]:
+    """Return slots, in order, as runs."""
+    starts = [index for index in range(len(slots)) if index == 0 or slots[index] != slots[index - 1] + 1]
+    return tuple(
+        Run(slots[start], stop - start) for start, stop in zip(starts, [*starts[1:], len(slots)], strict=True)
+    )

@@ -1,17 +1,20 @@
-"""The eager reference: the caches' byte layer in torch, behind ``update_and_attend`` run without a backend."""
+"""The eager reference: the caches' byte layers in torch, behind ``update_and_attend`` run without a backend."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
-from .arguments import check_heads, host_positions
+from .batch_cell import BatchCellCache
+from .batch_sequence import BatchSequenceCache
 from .config import CacheConfig
-from .plan import LayerPlan, Mask
+from .plan import CellPlan, LayerPlan, Mask, RowGroup, Run
 from .registry import register_builder
 from .sequence import SequenceCache, grown_slots
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class EagerSequenceCache(SequenceCache):
@@ -19,28 +22,15 @@ class EagerSequenceCache(SequenceCache):
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
-        self._dtype: torch.dtype = getattr(torch, config.kv_dtype)
-        self._pools: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(config.layers)
+        self._pools: list[_Pair | None] = [None] * len(config.layers)
 
-    def attend(
-        self, layer: int, positions: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """As ``CacheLayout.attend``, on torch tensors."""
-        host = host_positions(positions)
-        plan = self.plan(layer, host)
-        check_heads(layer, self.config.layers[layer], len(host), q, k, v)
-        with self.writing(plan):
-            return self._attended(plan, q, k, v, scale)
-
-    def _attended(
+    def _attend(
         self, plan: LayerPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        pools = self._grown(plan, k.device)
-        done = 0
-        for run in plan.write:
-            for pool, rows in zip(pools, (k, v), strict=True):
-                pool[:, :, run.slot : run.slot + run.length] = rows[:, :, done : done + run.length].to(self._dtype)
-            done += run.length
+        most = self._policies[plan.layer].slots
+        pools = _grown(self.config, plan.layer, self._pools[plan.layer], plan.pool_slots, most, k.device)
+        self._pools[plan.layer] = pools
+        _write(pools, plan.write, k, v)
         keys, values = (
             torch.cat([pool[:, :, run.slot : run.slot + run.length] for run in plan.read], dim=2).to(q.dtype)
             for pool in pools
@@ -48,23 +38,96 @@ class EagerSequenceCache(SequenceCache):
         visible = None if plan.mask is Mask.NONE else _visible(plan, q.device)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
 
-    def _grown(self, plan: LayerPlan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        layer, pools = self.config.layers[plan.layer], self._pools[plan.layer]
-        slots = 0 if pools is None else pools[0].shape[2]
-        if pools is None or slots < plan.pool_slots:
-            size = grown_slots(self.config, slots, plan.pool_slots, self._policies[plan.layer].slots)
-            grown = (
-                torch.zeros(1, layer.n_kv_heads, size, layer.head_dim, dtype=self._dtype, device=device),
-                torch.zeros(1, layer.n_kv_heads, size, layer.value_dim, dtype=self._dtype, device=device),
-            )
-            if pools is not None:
-                for new, old in zip(grown, pools, strict=True):
-                    new[:, :, :slots] = old
-            self._pools[plan.layer] = pools = grown
-        return pools
+    def _copy_prefix(self, source: EagerSequenceCache, upto: int) -> None:
+        for layer, pair in enumerate(source._pools):
+            if pair is not None:
+                slots = min(upto, pair[0].shape[2])
+                self._pools[layer] = (pair[0][:, :, :slots].clone(), pair[1][:, :, :slots].clone())
 
     def _forget(self) -> None:
         self._pools = [None] * len(self.config.layers)
+
+
+class EagerBatchSequenceCache(BatchSequenceCache):
+    """Many private histories in torch tensors."""
+
+    sequence_type = EagerSequenceCache
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts), dim=2)
+
+
+class EagerBatchCellCache(BatchCellCache):
+    """One pool of cells per layer in torch tensors, [1, H, cells, D]."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        super().__init__(config)
+        self._pools: list[_Pair | None] = [None] * len(config.layers)
+
+    def _attend(
+        self, plan: CellPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        pools = _grown(self.config, plan.layer, self._pools[plan.layer], plan.pool_cells, self.capacity, k.device)
+        self._pools[plan.layer] = pools
+        for pool in pools:
+            # A cell freed above the cells in use may lie behind the end of this layer's pool.
+            pool[:, :, [cell for cell in plan.zero if cell < pool.shape[2]]] = 0
+        _write(pools, plan.write, k, v)
+        return torch.cat([self._answered(plan, group, pools, q, scale) for group in plan.groups], dim=2)
+
+    def _answered(
+        self, plan: CellPlan, group: RowGroup, pools: _Pair, q: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        rows = q[:, :, group.spans[0].start : group.spans[-1].stop]
+        read = slice(group.read.slot, group.read.slot + group.read.length)
+        keys, values = (pool[:, :, read].to(q.dtype) for pool in pools)
+        visible = None if group.mask is Mask.NONE else self._visible(plan, group, keys.shape[2], q.device)
+        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
+
+    def _visible(self, plan: CellPlan, group: RowGroup, num_cells: int, device: torch.device) -> torch.Tensor:
+        """Bool [rows, cells]: which of the cells read each query sees."""
+        parts = []
+        for span in group.spans:
+            tokens = self.tokens(span.seq_id)
+            visible = torch.zeros(span.stop - span.start, num_cells, dtype=torch.bool)
+            for row, position in enumerate(plan.positions[span.start : span.stop]):
+                for cell, its in zip(tokens.cells, tokens.positions, strict=True):
+                    in_window = plan.window is None or its > position - plan.window
+                    if its <= position and in_window:
+                        visible[row, cell - group.read.slot] = True
+            parts.append(visible)
+        return torch.cat(parts).to(device)
+
+    def _forget(self) -> None:
+        self._pools = [None] * len(self.config.layers)
+
+
+def _grown(
+    config: CacheConfig, layer: int, pools: _Pair | None, needed: int, most: int, device: torch.device
+) -> _Pair:
+    """Return a layer's pools with at least ``needed`` slots and the old bytes at the same indices."""
+    slots = 0 if pools is None else pools[0].shape[2]
+    if pools is not None and slots >= needed:
+        return pools
+    sizes, dtype = config.layers[layer], getattr(torch, config.kv_dtype)
+    size = grown_slots(config, slots, needed, most)
+    grown = (
+        torch.zeros(1, sizes.n_kv_heads, size, sizes.head_dim, dtype=dtype, device=device),
+        torch.zeros(1, sizes.n_kv_heads, size, sizes.value_dim, dtype=dtype, device=device),
+    )
+    if pools is not None:
+        for new, old in zip(grown, pools, strict=True):
+            new[:, :, :slots] = old
+    return grown
+
+
+def _write(pools: _Pair, runs: Sequence[Run], k: torch.Tensor, v: torch.Tensor) -> None:
+    """Put this step's rows into the slots of ``runs``, in order."""
+    done = 0
+    for run in runs:
+        for pool, rows in zip(pools, (k, v), strict=True):
+            pool[:, :, run.slot : run.slot + run.length] = rows[:, :, done : done + run.length].to(pool.dtype)
+        done += run.length
 
 
 def _visible(plan: LayerPlan, device: torch.device) -> torch.Tensor:
@@ -75,4 +138,10 @@ def _visible(plan: LayerPlan, device: torch.device) -> torch.Tensor:
     return visible if plan.window is None else visible & (keys > queries - plan.window)
 
 
-register_builder("eager", "sequence", EagerSequenceCache)
+for _kind, _builder in (
+    ("sequence", EagerSequenceCache),
+    ("batched-cell", EagerBatchCellCache),
+    ("batched-sequence", EagerBatchSequenceCache),
+    ("batched", EagerBatchSequenceCache),
+):
+    register_builder("eager", _kind, _builder)

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import TypeVar
 
 from .config import CacheConfig
-from .errors import CacheFullError, CacheLostError, StepError
+from .errors import CacheFullError, StepError
 from .faces import SequenceControl
+from .layout import CacheLayout, OpenStep
 from .plan import LayerPlan, Mask, Run
 from .policies import policy_for
 
-
-@dataclass
-class _OpenStep:
-    """The step under way: its span once the first layer has planned, and the layers that have written it."""
-
-    span: tuple[int, int] | None = None
-    written: set[int] = field(default_factory=set)
-    failed: bool = False
+SequenceT = TypeVar("SequenceT", bound="SequenceCache")
 
 
-class SequenceCache(SequenceControl):
+class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
     """Control and planner of one sequence; a byte layer derives from it and owns the pools.
 
-    The planner's face is ``plan`` (pure) and ``commit`` (mutates). A byte layer commits a plan *before* it touches the
-    slots, so that a write which fails half-way counts as having overwritten them; ``writing`` brackets that.
-
-    Byte layers override ``_settle`` and ``_forget``.
+    Besides ``CacheLayout``'s hooks a byte layer overrides ``_copy_prefix``.
     """
 
     def __init__(self, config: CacheConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self._policies = tuple(policy_for(layer, config) for layer in config.layers)
         limits = [policy.max_write for policy in self._policies if policy.max_write is not None]
         self._max_step = min(limits) if limits else None
@@ -40,15 +29,8 @@ class SequenceCache(SequenceControl):
         # Per layer, one past the last position: that holds this sequence's keys, and that was ever written.
         self._filled = [0] * len(self._policies)
         self._high = [0] * len(self._policies)
-        self._step: _OpenStep | None = None
-        self._lost: str | None = None
 
     # -- control -----------------------------------------------------------
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the sequence may reach."""
-        return self.config.capacity
 
     @property
     def max_step(self) -> int | None:
@@ -59,11 +41,6 @@ class SequenceCache(SequenceControl):
     def position(self) -> int:
         """The position that the next token takes; the sequence's length."""
         return self._position
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step is open."""
-        return self._step is not None
 
     def can_extend(self, n: int = 1) -> bool:
         """Whether ``n`` more tokens fit."""
@@ -90,8 +67,26 @@ class SequenceCache(SequenceControl):
         self._lost = None
         self._forget()
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError naming the invariant that does not hold, if one does not."""
+    def fork(self: SequenceT, upto: int) -> SequenceT | None:
+        """Return an independent cache that holds the positions below ``upto``.
+
+        It keeps this one's retention floor: what this ring has overwritten is gone for the fork, too.
+
+        Returns:
+            None where the sequence is shorter, or where keys that a query at ``upto`` needs have been overwritten.
+        """
+        self._check_outside_step("fork")
+        if upto > self._position or not (upto == self._position or self._retained(upto)):
+            return None
+        fork = type(self)(self.config)
+        if upto > 0:
+            fork._position = upto
+            fork._filled = [min(filled, upto) for filled in self._filled]
+            fork._high = list(self._high)
+            fork._copy_prefix(self, upto)
+        return fork
+
+    def _invariants(self) -> dict[str, bool]:
         invariants = {"the position lies within the capacity": 0 <= self._position <= self.capacity}
         for layer, policy in enumerate(self._policies):
             filled, high = self._filled[layer], self._high[layer]
@@ -103,66 +98,36 @@ class SequenceCache(SequenceControl):
                 f"layer {layer}: an empty sequence holds nothing": self.in_step or self._position > 0 or high == 0,
                 f"layer {layer}: the next query's window is held": holds_window,
             }
-        for name, holds in invariants.items():
-            if not holds:
-                raise AssertionError(f"cache integrity: {name}")
+        return invariants
+
+    # -- for byte layers ---------------------------------------------------
+
+    def _copy_prefix(self: SequenceT, source: SequenceT, upto: int) -> None:
+        """Copy the bytes of ``source``'s positions below ``upto`` into this cache, whose pools are still empty."""
 
     # -- steps -------------------------------------------------------------
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Bracket one forward; see ``CacheControl.step``."""
-        if self._step is not None:
-            raise StepError("a step is open already: leave it before the next one")
-        if self._lost is not None:
-            raise CacheLostError(f"the cache's bytes were lost ({self._lost}): call clear() and run the sequence again")
-        self._step = _OpenStep()
-        committed = False
-        try:
-            yield
-            self._check_whole()
-            self._settle(committed=True)
-            committed = True
-        finally:
-            step, self._step = self._step, None
-            if committed:
-                self._advance(step)
-            else:
-                self._roll_back(step)
-
-    def mark_lost(self, reason: str) -> None:
-        """Refuse further steps until ``clear()``: a failed evaluation has left the pools undefined."""
-        self._lost = reason
-
-    def plan(self, layer: int, positions: Sequence[int]) -> LayerPlan:
-        """Say what a layer's step writes and reads. Pure.
-
-        Args:
-            layer: the layer's id.
-            positions: the positions of the step's tokens, in order.
-
-        Raises:
-            StepError: no step is open, the positions differ from those of the step's earlier layers, there are more
-                tokens than ``max_step``, or an earlier step left this layer out.
-            CacheFullError: the tokens do not fit.
-            ValueError: an unknown layer; no tokens; positions that do not continue the sequence.
-        """
-        if self._step is None:
-            raise StepError("attention outside a step: bracket each forward with `with cache.step():`")
-        if not 0 <= layer < len(self._policies):
-            raise ValueError(
-                f"layer {layer}: the cache was built for layers 0..{len(self._policies) - 1}; build it with one"
-                " LayerConfig per cache of the program"
+    def _check_step(self, positions: tuple[int, ...]) -> None:
+        start, num_tokens = self._position, len(positions)
+        for expected, given in enumerate(positions, start):
+            if given != expected:
+                raise ValueError(
+                    f"position {given} where {expected} was due: the sequence holds {start} tokens, and a step"
+                    " continues it without gaps or repeats"
+                )
+        if start + num_tokens > self.capacity:
+            raise CacheFullError(
+                f"the cache is full: it holds {start} of {self.capacity} tokens and the step brings {num_tokens};"
+                " rewind, clear, or build it with a larger capacity"
             )
-        self._check_whole()
-        start, stop = self._span(positions)
-        if self._step.span is None:
-            self._check_fits(start, stop)
-        elif self._step.span != (start, stop):
+        if self._max_step is not None and num_tokens > self._max_step:
             raise StepError(
-                f"layer {layer}: positions {start}..{stop - 1} differ from the step's"
-                f" {self._step.span[0]}..{self._step.span[1] - 1}"
+                f"a step of {num_tokens} tokens: the sliding windows take at most {self._max_step} at a time; split it,"
+                " or build the cache with a larger max_write"
             )
+
+    def _plan(self, layer: int, positions: tuple[int, ...]) -> LayerPlan:
+        start, stop = positions[0], positions[-1] + 1
         if self._filled[layer] < start:
             raise StepError(
                 f"layer {layer} holds positions up to {self._filled[layer] - 1}, the sequence continues at {start}: an"
@@ -170,42 +135,11 @@ class SequenceCache(SequenceControl):
             )
         return self._layer_plan(layer, start, stop)
 
-    def commit(self, plan: LayerPlan) -> None:
-        """Record that a plan's slots are being written. A layer asked again in the same step changes nothing."""
-        assert self._step is not None, "plan() has checked that a step is open"
-        self._step.span = (plan.start, plan.stop)
-        self._step.written.add(plan.layer)
+    def _commit(self, plan: LayerPlan) -> None:
         self._high[plan.layer] = max(self._high[plan.layer], plan.stop)
         self._filled[plan.layer] = plan.stop
 
-    @contextmanager
-    def writing(self, plan: LayerPlan) -> Iterator[None]:
-        """Commit a plan and bracket the work on its slots: an exception inside spoils the step."""
-        self.commit(plan)
-        try:
-            yield
-        except BaseException:
-            assert self._step is not None
-            self._step.failed = True
-            raise
-
-    # -- for byte layers ---------------------------------------------------
-
-    def _settle(self, *, committed: bool) -> None:
-        """Finish a step's bytes: evaluate them, or put back what an aborted step replaced."""
-
-    def _forget(self) -> None:
-        """Drop all pools."""
-
     # -- inside ------------------------------------------------------------
-
-    def _check_outside_step(self, verb: str) -> None:
-        if self._step is not None:
-            raise StepError(f"{verb} inside a step: leave the step first")
-
-    def _check_whole(self) -> None:
-        if self._step is not None and self._step.failed:
-            raise StepError("a layer failed in this step: leave the step, it is aborted, and run it again")
 
     def _retained(self, position: int) -> bool:
         layers = zip(self._policies, self._filled, self._high, strict=True)
@@ -216,31 +150,6 @@ class SequenceCache(SequenceControl):
         self._filled = [min(filled, position) for filled in self._filled]
         if position == 0:
             self._high = [0] * len(self._policies)
-
-    def _span(self, positions: Sequence[int]) -> tuple[int, int]:
-        if not positions:
-            raise ValueError("a step needs one or more tokens, got none")
-        start = self._position
-        for expected, given in enumerate(positions, start):
-            if given != expected:
-                raise ValueError(
-                    f"position {given} where {expected} was due: the sequence holds {start} tokens, and a step"
-                    " continues it without gaps or repeats"
-                )
-        return start, start + len(positions)
-
-    def _check_fits(self, start: int, stop: int) -> None:
-        num_tokens = stop - start
-        if stop > self.capacity:
-            raise CacheFullError(
-                f"the cache is full: it holds {start} of {self.capacity} tokens and the step brings {num_tokens};"
-                " rewind, clear, or build it with a larger capacity"
-            )
-        if self._max_step is not None and num_tokens > self._max_step:
-            raise StepError(
-                f"a step of {num_tokens} tokens: the sliding windows take at most {self._max_step} at a time; split it,"
-                " or build the cache with a larger max_write"
-            )
 
     def _layer_plan(self, layer: int, start: int, stop: int) -> LayerPlan:
         assert self._step is not None
@@ -260,23 +169,25 @@ class SequenceCache(SequenceControl):
             write=write,
             read=policy.runs(first_key, stop),
             first_key=first_key,
-            pool_slots=min(max(stop, self._high[layer]), policy.slots),
+            pool_slots=min(stop, policy.slots),
             mask=mask,
             window=policy.window,
         )
 
-    def _advance(self, step: _OpenStep) -> None:
-        if step.span is not None:
-            self._position = step.span[1]
+    def _advance(self, step: OpenStep) -> None:
+        if step.positions is not None:
+            self._position = step.positions[-1] + 1
 
-    def _roll_back(self, step: _OpenStep) -> None:
+    def _roll_back(self, step: OpenStep) -> None:
         self._truncate(self._position)
-        self._settle(committed=False)
 
 
 def grown_slots(config: CacheConfig, current: int, needed: int, most: int) -> int:
-    """Return a pool's next size: ``needed`` slots, reached by doubling from ``initial_capacity``, at most ``most``."""
-    size = max(current, min(config.initial_capacity, most), 1)
+    """Return a pool's next size: ``needed`` slots, reached by doubling, at most ``most``.
+
+    It doubles the ``current`` size, or ``initial_capacity`` where there is no pool yet.
+    """
+    size = current or max(min(config.initial_capacity, most), 1)
     while size < needed:
         size *= 2
     return min(size, most)

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
-from typing import Any
+from abc import abstractmethod
 
-from ..device import mx
+from executorch_mlx.extension.llm.cache.layout import CacheLayout, PlanT
+
+from ..device import STREAM, exclusive, mx
 
 
-class MLXCache(ABC):
-    """The byte layer's face: one virtual ``attend``, and the arrays that a step has changed."""
+class MLXCache(CacheLayout[PlanT]):
+    """The byte layer's face: ``attend``, and the arrays that a step has changed.
 
-    @property
-    @abstractmethod
-    def in_step(self) -> bool:
-        """Whether a step is open."""
-
-    @abstractmethod
-    def step(self) -> AbstractContextManager[None]:
-        """Bracket one forward; see ``CacheControl.step``."""
-
-    @abstractmethod
-    def attend(self, layer: int, positions: Any, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-        """Append and attend, lazily; see ``CacheLayout.attend``."""
+    ``attend`` is lazy: evaluate what it returns before the next step writes. An unevaluated result still holds the pool
+    that it reads, and the write then copies that pool.
+    """
 
     @abstractmethod
     def release(self) -> list[mx.array]:
         """Return the pools that this step has written since the last call, to be evaluated with the outputs.
 
         After this call the step's old pools are no longer held, so that their buffers are updated in place. An abort
-        then no longer restores bytes; it never has to, since nothing reads beyond a sequence's position.
+        then no longer restores bytes; it never has to, since no layout reads what an aborted step wrote.
         """
 
-    @abstractmethod
-    def mark_lost(self, reason: str) -> None:
-        """Refuse further steps until ``clear()``: evaluation failed."""
+    def _settle(self) -> None:
+        try:
+            with exclusive(), mx.stream(STREAM):
+                mx.eval(self.release())
+        except BaseException as error:
+            self.mark_lost(f"{type(error).__name__}: {error}")
+            raise

@@ -1,36 +1,120 @@
-"""Pools of keys and values: growth and writes that do not copy.
+"""Pools of keys and values: growth, copies, and writes that do not copy.
 
-``slice_update`` works in place where its source has no other live handle; so a pool's array is held here alone, and
-what was read from it in a step is evaluated (or dropped) before the next write.
+``slice_update`` and ``put_along_axis`` work in place where their source has no other live handle; so a pool's array is
+held here alone, and what was read from it in a step is evaluated (or dropped) before the next write.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from executorch_mlx.extension.llm.cache.config import CacheConfig
 from executorch_mlx.extension.llm.cache.plan import Run
+from executorch_mlx.extension.llm.cache.sequence import grown_slots
 
-from ..device import mx
+from ..device import STREAM, exclusive, mx
+
+Pair = tuple[mx.array, mx.array]
+
+FORK_ROUNDING = 256
+"""Slots that a copy of a prefix is rounded up to."""
+
+_MOST_RUNS = 2
+"""Runs that are written one by one, as a ring's that wraps; more are written as a list of slots."""
 
 
-def grown(pool: mx.array | None, heads: int, slots: int, dim: int, dtype: mx.Dtype) -> mx.array:
-    """Return a pool [1, heads, slots, dim] that holds ``pool``'s rows at the same indices."""
-    kept = 0 if pool is None else pool.shape[2]
-    fresh = mx.zeros((1, heads, slots - kept, dim), dtype)
-    return fresh if pool is None else mx.concatenate([pool, fresh], axis=2)
+class Pools:
+    """A pool of keys and one of values per layer, [1, H_kv, slots, D], which start empty and grow on demand."""
 
+    def __init__(self, config: CacheConfig, most_slots: Sequence[int]) -> None:
+        """Build.
 
-def write(pool: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:
-    """Return the pool with ``rows`` [1, heads, n, dim] in the slots of ``runs``, in order."""
-    rows = rows.astype(pool.dtype)
-    done = 0
-    for run in runs:
-        part = rows if run.length == rows.shape[2] else rows[:, :, done : done + run.length]
-        done += run.length
-        # With the start in an array the update is functional (the caller's handle keeps the old pool) and never aliases
-        # `part`, not even over the whole extent.
-        pool = mx.slice_update(pool, part, mx.array([run.slot]), axes=[2])
-    return pool
+        Args:
+            config: dims, storage dtype and initial size.
+            most_slots: per layer, the most slots its pools may have.
+        """
+        self._config = config
+        self._dtype: mx.Dtype = getattr(mx, config.kv_dtype)
+        self._most = most_slots
+        self._pairs: list[Pair | None] = [None] * len(config.layers)
+        # The pools that this step has replaced and not yet released, by layer. Handles to the old pools stay here until
+        # then: an in-place update needs that there is no other when the graph is evaluated.
+        self._replaced: dict[int, Pair | None] = {}
+
+    def __getitem__(self, layer: int) -> Pair:
+        """Return a layer's pools, which have been written."""
+        pair = self._pairs[layer]
+        assert pair is not None, "a layer is read after it is written"
+        return pair
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the pools take."""
+        return sum(pool.nbytes for pair in self._pairs if pair is not None for pool in pair)
+
+    def write(
+        self, layer: int, num_slots: int, runs: Sequence[Run], k: mx.array, v: mx.array, zero: Sequence[int] = ()
+    ) -> Pair:
+        """Put a step's rows in place, lazily.
+
+        Args:
+            layer: the layer's id.
+            num_slots: the slots that its pools must have before.
+            runs: the slots that receive the rows, in token order; none leaves the pools as they are.
+            k: keys [1, H_kv, n, D].
+            v: values [1, H_kv, n, D_v].
+            zero: slots to be zeroed first; those behind a pool's end are left out.
+
+        Returns:
+            The layer's pools.
+        """
+        pair = self._pairs[layer]
+        if not runs and pair is not None:
+            return pair
+        self._replaced.setdefault(layer, pair)
+        config, slots = self._config.layers[layer], 0 if pair is None else pair[0].shape[2]
+        keys, values = pair or (None, None)
+        if keys is None or slots < num_slots:
+            size = grown_slots(self._config, slots, num_slots, self._most[layer])
+            keys = _grown(keys, config.n_kv_heads, size, config.head_dim, self._dtype)
+            values = _grown(values, config.n_kv_heads, size, config.value_dim, self._dtype)
+        assert values is not None
+        stale = [slot for slot in zero if slot < slots]
+        if stale:
+            keys, values = _zeroed(keys, stale), _zeroed(values, stale)
+        written = (_written(keys, runs, k), _written(values, runs, v))
+        self._pairs[layer] = written
+        return written
+
+    def release(self) -> list[mx.array]:
+        """Return the pools written since the last call; see ``MLXCache.release``."""
+        written = [pool for layer in self._replaced for pool in self._pairs[layer] or ()]
+        self._replaced.clear()
+        return written
+
+    def restore(self) -> None:
+        """Put back the pools that the step has replaced and not released."""
+        for layer, pair in self._replaced.items():
+            self._pairs[layer] = pair
+        self._replaced.clear()
+
+    def forget(self) -> None:
+        """Drop all pools."""
+        self._pairs = [None] * len(self._pairs)
+
+    def copy_prefix(self, source: Pools, num_slots: int) -> None:
+        """Copy the first slots of another's pools into this one's, which are empty.
+
+        They are evaluated at once: a copy that is pending holds the source's pools, and the next write there would copy
+        all of them.
+        """
+        with exclusive(), mx.stream(STREAM):
+            for layer, pair in enumerate(source._pairs):
+                if pair is not None:
+                    kept = min(num_slots, pair[0].shape[2])
+                    size = min(-(-kept // FORK_ROUNDING) * FORK_ROUNDING, self._most[layer])
+                    self._pairs[layer] = (_prefix(pair[0], kept, size), _prefix(pair[1], kept, size))
+            mx.eval([pool for pair in self._pairs if pair is not None for pool in pair])
 
 
 def read(pool: mx.array, runs: Sequence[Run], num_queries: int) -> mx.array:
@@ -42,3 +126,38 @@ def read(pool: mx.array, runs: Sequence[Run], num_queries: int) -> mx.array:
         return mx.take(pool, mx.arange(first.slot, first.slot + first.length), axis=2)
     parts = [pool[:, :, run.slot : run.slot + run.length] for run in runs]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _grown(pool: mx.array | None, heads: int, slots: int, dim: int, dtype: mx.Dtype) -> mx.array:
+    """Return a pool [1, heads, slots, dim] that holds ``pool``'s rows at the same indices."""
+    kept = 0 if pool is None else pool.shape[2]
+    fresh = mx.zeros((1, heads, slots - kept, dim), dtype)
+    return fresh if pool is None else mx.concatenate([pool, fresh], axis=2)
+
+
+def _prefix(pool: mx.array, kept: int, slots: int) -> mx.array:
+    """Return a pool of so many slots, with the first rows of another."""
+    _, heads, _, dim = pool.shape
+    return _written(mx.zeros((1, heads, slots, dim), pool.dtype), [Run(0, kept)], pool[:, :, :kept])
+
+
+def _written(pool: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:
+    """Return the pool with ``rows`` [1, heads, n, dim] in the slots of ``runs``, in order."""
+    rows = rows.astype(pool.dtype)
+    if len(runs) > _MOST_RUNS:
+        slots = [slot for run in runs for slot in range(run.slot, run.slot + run.length)]
+        return mx.put_along_axis(pool, mx.array(slots)[None, None, :, None], rows, axis=2)
+    done = 0
+    for run in runs:
+        part = rows if run.length == rows.shape[2] else rows[:, :, done : done + run.length]
+        done += run.length
+        # With the start in an array the update is functional (the caller's handle keeps the old pool) and never aliases
+        # `part`, not even over the whole extent.
+        pool = mx.slice_update(pool, part, mx.array([run.slot]), axes=[2])
+    return pool
+
+
+def _zeroed(pool: mx.array, slots: Sequence[int]) -> mx.array:
+    """Return the pool with zeros in some slots."""
+    zeros = mx.zeros((1, 1, len(slots), 1), pool.dtype)
+    return mx.put_along_axis(pool, mx.array(slots)[None, None, :, None], zeros, axis=2)
