@@ -1,13 +1,14 @@
-"""A naive oracle of one sequence over several layers: lists of tokens, and a dense softmax in float64.
+"""Naive oracles, of one sequence and of many: lists of tokens, and a dense softmax in float64.
 
 It is written from the specification alone and imports nothing of the package it judges.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,15 +34,22 @@ def round_to(dtype: str, values: Array) -> Array:
 
 
 def dense_attention(
-    q: Array, k: Array, v: Array, query_positions: Sequence[int], window: int | None, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    query_positions: Sequence[int],
+    key_positions: Sequence[int],
+    window: int | None,
+    scale: float,
 ) -> npt.NDArray[np.float64]:
     """Attend in float64; only visible keys are read at all.
 
     Args:
         q: [H_q, n, D].
-        k: [H_kv, keys, D], key j at position j; H_q a multiple of H_kv.
+        k: [H_kv, keys, D]; H_q a multiple of H_kv.
         v: [H_kv, keys, D_v].
         query_positions: the position of each query.
+        key_positions: the position of each key, increasing.
         window: how many positions a query sees, its own included; None is all.
         scale: softmax scale.
 
@@ -51,10 +59,14 @@ def dense_attention(
     group = q.shape[0] // k.shape[0]
     out = np.empty((q.shape[0], q.shape[1], v.shape[2]))
     for row, position in enumerate(query_positions):
-        first = 0 if window is None else max(0, position - window + 1)
+        visible = [
+            index
+            for index, held in enumerate(key_positions)
+            if held <= position and (window is None or held > position - window)
+        ]
         for head in range(q.shape[0]):
-            keys = k[head // group, first : position + 1].astype(np.float64)
-            values = v[head // group, first : position + 1].astype(np.float64)
+            keys = k[head // group, visible].astype(np.float64)
+            values = v[head // group, visible].astype(np.float64)
             logits = keys @ q[head, row].astype(np.float64) * scale
             weights = np.exp(logits - logits.max())
             out[head, row] = weights @ values / weights.sum()
@@ -152,7 +164,7 @@ class NaiveSequence:
         keys = np.stack([key for _, key, _ in entry.tokens], axis=1)
         values = np.stack([value for _, _, value in entry.tokens], axis=1)
         positions = range(self.length, self.length + num_tokens)
-        return dense_attention(q[0], keys, values, positions, entry.window, scale)[None]
+        return dense_attention(q[0], keys, values, positions, range(len(entry.tokens)), entry.window, scale)[None]
 
     def commit(self) -> None:
         """End a step in which every layer was written."""
@@ -182,6 +194,15 @@ class NaiveSequence:
     def clear(self) -> None:
         """Forget everything."""
         self._truncate(0)
+
+    def fork(self, position: int) -> NaiveSequence:
+        """Return a copy of the positions below ``position``, to which a rewind would be granted."""
+        other = copy.copy(self)
+        other.layers = [
+            replace(layer, tokens=list(layer.tokens), slots=dict(layer.slots)) for layer in self.layers
+        ]
+        other._truncate(position)
+        return other
 
     def _stored(self, values: Array) -> Array:
         return round_to(self._q_dtype, round_to(self._kv_dtype, values))

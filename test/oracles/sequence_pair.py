@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from executorch_mlx.extension.llm.cache import CacheConfig, build
+from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig, build
 
 from .arrays import ARRAYS
 from .naive_attention import TOLERANCE, NaiveSequence, round_to
@@ -18,6 +18,18 @@ Rows = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.fl
 
 class InjectedError(Exception):
     """Raised by a test in the middle of a step."""
+
+
+def random_rows(random: np.random.Generator, layer: LayerConfig, num_tokens: int, group: int, dtype: str) -> Rows:
+    """Return q, k and v of fresh tokens for a layer, in values of a dtype; ``group`` query heads per key head."""
+    heads = layer.n_kv_heads
+    shapes = (
+        (1, heads * group, num_tokens, layer.head_dim),
+        (1, heads, num_tokens, layer.head_dim),
+        (1, heads, num_tokens, layer.v_head_dim or layer.head_dim),
+    )
+    q, k, v = (round_to(dtype, random.standard_normal(shape)) for shape in shapes)
+    return q, k, v
 
 
 class SequencePair:
@@ -53,14 +65,7 @@ class SequencePair:
 
     def rows(self, layer: int, num_tokens: int, *, poisoned: bool = False) -> Rows:
         """Return q, k and v of fresh tokens, in values of the query dtype; k and v NaN if poisoned."""
-        config = self.config.layers[layer]
-        heads = config.n_kv_heads
-        shapes = (
-            (1, heads * self._group, num_tokens, config.head_dim),
-            (1, heads, num_tokens, config.head_dim),
-            (1, heads, num_tokens, config.v_head_dim or config.head_dim),
-        )
-        q, k, v = (round_to(self.q_dtype, self._random.standard_normal(shape)) for shape in shapes)
+        q, k, v = random_rows(self._random, self.config.layers[layer], num_tokens, self._group, self.q_dtype)
         return (q, np.full_like(k, np.nan), np.full_like(v, np.nan)) if poisoned else (q, k, v)
 
     def scale(self, layer: int) -> float:

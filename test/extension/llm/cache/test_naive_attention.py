@@ -33,14 +33,14 @@ def test_dense_attention_equals_torchs(window: int | None, start: int) -> None:
     expected = F.scaled_dot_product_attention(
         *(torch.from_numpy(part)[None] for part in (q, k, v)), attn_mask=visible, scale=0.3, enable_gqa=True
     )
-    out = dense_attention(q, k, v, range(start, start + 4), window, 0.3)
+    out = dense_attention(q, k, v, range(start, start + 4), range(start + 4), window, 0.3)
     np.testing.assert_allclose(out, expected[0].numpy(), rtol=1e-12, atol=1e-12)
 
 
 def test_dense_attention_with_nan_in_keys_that_no_query_sees_is_finite() -> None:
     k = np.ones((1, 6, 2))
     k[:, :2] = k[:, 5:] = np.nan
-    assert np.isfinite(dense_attention(np.ones((1, 1, 2)), k, k, [4], 3, 1.0)).all()
+    assert np.isfinite(dense_attention(np.ones((1, 1, 2)), k, k, [4], range(6), 3, 1.0)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
