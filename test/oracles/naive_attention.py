@@ -198,9 +198,7 @@ class NaiveSequence:
     def fork(self, position: int) -> NaiveSequence:
         """Return a copy of the positions below ``position``, to which a rewind would be granted."""
         other = copy.copy(self)
-        other.layers = [
-            replace(layer, tokens=list(layer.tokens), slots=dict(layer.slots)) for layer in self.layers
-        ]
+        other.layers = [replace(layer, tokens=list(layer.tokens), slots=dict(layer.slots)) for layer in self.layers]
         other._truncate(position)
         return other
 

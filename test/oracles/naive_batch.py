@@ -248,8 +248,10 @@ class NaiveCells(NaiveBatch):
             cells = self._cells[seq_id]
             keys, values = (np.stack([cell.rows[layer][part] for cell in cells], axis=1) for part in range(2))
             held = [cell.position for cell in cells]
-            window = self.dims.windows[layer]
-            out[0, :, row] = dense_attention(q[0, :, [row]].swapaxes(0, 1), keys, values, [position], held, window, scale)[:, 0]
+            answer = dense_attention(
+                q[0, :, row : row + 1], keys, values, [position], held, self.dims.windows[layer], scale
+            )
+            out[0, :, row] = answer[:, 0]
         return out
 
     def commit(self, ids: Sequence[int], positions: Sequence[int]) -> None:

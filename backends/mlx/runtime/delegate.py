@@ -94,7 +94,7 @@ class Delegate:
         self._inputs = [_tensor_meta(graph, entry) for entry in graph.input_map]
         self._outputs = [_tensor_meta(graph, entry) for entry in graph.output_map]
 
-    def cache(self) -> MLXCache | None:
+    def cache(self) -> MLXCache[Any] | None:
         """Return the cache that a run started now attends over, or None where the program uses none.
 
         Raises:
@@ -157,7 +157,7 @@ class Delegate:
         return mx.contiguous(out if meta is None else out.astype(DTYPES[meta.scalar_type]))
 
     @staticmethod
-    def _evaluate(outputs: list[Any], cache: MLXCache | None) -> None:
+    def _evaluate(outputs: list[Any], cache: MLXCache[Any] | None) -> None:
         pools = cache.release() if cache is not None else []
         try:
             mx.eval([out for out in outputs if isinstance(out, mx.array)], pools)

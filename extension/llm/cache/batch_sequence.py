@@ -13,14 +13,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, Generic
 
 from .batch import BatchCache
 from .config import CacheConfig
 from .errors import CacheError
 from .layout import OpenStep
 from .plan import LayerPlan, Span
-from .sequence import SequenceCache
+from .sequence import SequenceCache, SequenceT
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class SequencesPlan:
     parts: tuple[SequencePart, ...]
 
 
-class BatchSequenceCache(BatchCache[SequencesPlan, SequenceCache]):
+class BatchSequenceCache(BatchCache[SequencesPlan, SequenceT], Generic[SequenceT]):
     """Control and planner of many private histories under one capacity.
 
     A byte layer names its single-sequence cache in ``sequence_type`` and says how its arrays are joined. What the
     sequences' caches leave pending at a step's end is for its own ``_settle`` to evaluate.
     """
 
-    sequence_type: ClassVar[type[SequenceCache]]
+    sequence_type: type[SequenceT]
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
         self._max_step = self._new().max_step
-        self._stepping: dict[int, SequenceCache] = {}
+        self._stepping: dict[int, SequenceT] = {}
         self._rows: dict[int, list[Span]] = {}
 
     @property
@@ -83,16 +83,16 @@ class BatchSequenceCache(BatchCache[SequencesPlan, SequenceCache]):
 
     # -- sequences ---------------------------------------------------------
 
-    def _new(self) -> SequenceCache:
+    def _new(self) -> SequenceT:
         return self.sequence_type(self.config)
 
-    def _fork(self, source: SequenceCache, upto: int) -> SequenceCache | None:
+    def _fork(self, source: SequenceT, upto: int) -> SequenceT | None:
         return source.fork(upto) if upto <= self.free else None
 
-    def _truncate(self, entry: SequenceCache, position: int) -> bool:
+    def _truncate(self, entry: SequenceT, position: int) -> bool:
         return entry.rewind(position)
 
-    def _drop(self, entry: SequenceCache) -> None:
+    def _drop(self, entry: SequenceT) -> None:
         """Nothing is shared: a sequence's bytes go with it."""
 
     # -- steps -------------------------------------------------------------
@@ -144,7 +144,8 @@ class BatchSequenceCache(BatchCache[SequencesPlan, SequenceCache]):
         outputs: list[tuple[int, Any]] = []
         for part in plan.parts:
             with part.cache.writing(part.plan):
-                out = part.cache._attend(part.plan, *(self._taken(x, part.rows) for x in (q, k, v)), scale)
+                its_q, its_k, its_v = (self._taken(array, part.rows) for array in (q, k, v))
+                out = part.cache._attend(part.plan, its_q, its_k, its_v, scale)
             done = 0
             for span in part.rows:
                 length = span.stop - span.start

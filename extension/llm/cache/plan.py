@@ -120,6 +120,4 @@ class CellPlan:
 def runs_of(slots: Sequence[int]) -> tuple[Run, ...]:
     """Return slots, in order, as runs."""
     starts = [index for index in range(len(slots)) if index == 0 or slots[index] != slots[index - 1] + 1]
-    return tuple(
-        Run(slots[start], stop - start) for start, stop in zip(starts, [*starts[1:], len(slots)], strict=True)
-    )
+    return tuple(Run(slots[start], stop - start) for start, stop in zip(starts, [*starts[1:], len(slots)], strict=True))

@@ -24,9 +24,7 @@ class EagerSequenceCache(SequenceCache):
         super().__init__(config)
         self._pools: list[_Pair | None] = [None] * len(config.layers)
 
-    def _attend(
-        self, plan: LayerPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _attend(self, plan: LayerPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         most = self._policies[plan.layer].slots
         pools = _grown(self.config, plan.layer, self._pools[plan.layer], plan.pool_slots, most, k.device)
         self._pools[plan.layer] = pools
@@ -48,7 +46,7 @@ class EagerSequenceCache(SequenceCache):
         self._pools = [None] * len(self.config.layers)
 
 
-class EagerBatchSequenceCache(BatchSequenceCache):
+class EagerBatchSequenceCache(BatchSequenceCache[EagerSequenceCache]):
     """Many private histories in torch tensors."""
 
     sequence_type = EagerSequenceCache
@@ -64,9 +62,7 @@ class EagerBatchCellCache(BatchCellCache):
         super().__init__(config)
         self._pools: list[_Pair | None] = [None] * len(config.layers)
 
-    def _attend(
-        self, plan: CellPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _attend(self, plan: CellPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         pools = _grown(self.config, plan.layer, self._pools[plan.layer], plan.pool_cells, self.capacity, k.device)
         self._pools[plan.layer] = pools
         for pool in pools:
@@ -75,9 +71,7 @@ class EagerBatchCellCache(BatchCellCache):
         _write(pools, plan.write, k, v)
         return torch.cat([self._answered(plan, group, pools, q, scale) for group in plan.groups], dim=2)
 
-    def _answered(
-        self, plan: CellPlan, group: RowGroup, pools: _Pair, q: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _answered(self, plan: CellPlan, group: RowGroup, pools: _Pair, q: torch.Tensor, scale: float) -> torch.Tensor:
         rows = q[:, :, group.spans[0].start : group.spans[-1].stop]
         read = slice(group.read.slot, group.read.slot + group.read.length)
         keys, values = (pool[:, :, read].to(q.dtype) for pool in pools)
@@ -102,9 +96,7 @@ class EagerBatchCellCache(BatchCellCache):
         self._pools = [None] * len(self.config.layers)
 
 
-def _grown(
-    config: CacheConfig, layer: int, pools: _Pair | None, needed: int, most: int, device: torch.device
-) -> _Pair:
+def _grown(config: CacheConfig, layer: int, pools: _Pair | None, needed: int, most: int, device: torch.device) -> _Pair:
     """Return a layer's pools with at least ``needed`` slots and the old bytes at the same indices."""
     slots = 0 if pools is None else pools[0].shape[2]
     if pools is not None and slots >= needed:

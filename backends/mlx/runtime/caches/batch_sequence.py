@@ -11,7 +11,7 @@ from .base import MLXCache
 from .sequence import MLXSequenceCache
 
 
-class MLXBatchSequenceCache(BatchSequenceCache, MLXCache[SequencesPlan]):
+class MLXBatchSequenceCache(BatchSequenceCache[MLXSequenceCache], MLXCache[SequencesPlan]):
     """The ``batched-sequence`` layout: each sequence's own cache answers its tokens."""
 
     sequence_type = MLXSequenceCache
@@ -27,7 +27,8 @@ class MLXBatchSequenceCache(BatchSequenceCache, MLXCache[SequencesPlan]):
 
     def _attend(self, plan: SequencesPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         with exclusive(), mx.stream(STREAM):
-            return super()._attend(plan, q, k, v, scale)
+            out: mx.array = super()._attend(plan, q, k, v, scale)
+            return out
 
     def _joined(self, parts: Sequence[mx.array]) -> mx.array:
         return mx.concatenate(list(parts), axis=2)

@@ -157,7 +157,7 @@ def _written(pool: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:
     return pool
 
 
-def _zeroed(pool: mx.array, slots: Sequence[int]) -> mx.array:
+def _zeroed(pool: mx.array, slots: list[int]) -> mx.array:
     """Return the pool with zeros in some slots."""
     zeros = mx.zeros((1, 1, len(slots), 1), pool.dtype)
     return mx.put_along_axis(pool, mx.array(slots)[None, None, :, None], zeros, axis=2)
