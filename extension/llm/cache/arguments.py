@@ -18,7 +18,7 @@ def host_positions(positions: Any) -> tuple[int, ...]:
         ValueError: another rank, or no token at all.
         TypeError: not integers.
     """
-    if type(positions) is tuple and positions and type(positions[0]) is int:
+    if type(positions) is tuple and set(map(type, positions)) == {int}:
         return positions
     rows = positions.tolist() if hasattr(positions, "tolist") else list(positions)
     if not isinstance(rows, list):
@@ -29,10 +29,22 @@ def host_positions(positions: Any) -> tuple[int, ...]:
         if any(not isinstance(row, Sequence) or len(row) != 1 or isinstance(row[0], Sequence) for row in rows):
             raise ValueError("positions: expected [n] or [n, 1], got another shape")
         rows = [row[0] for row in rows]
-    try:
-        return tuple(operator.index(row) for row in rows)
-    except TypeError:
-        raise TypeError(f"positions: expected integers, got {type(rows[0]).__name__}") from None
+    if any(isinstance(row, bool) or not hasattr(row, "__index__") for row in rows):
+        raise TypeError(f"positions: expected integers, got {', '.join(sorted({type(row).__name__ for row in rows}))}")
+    return tuple(operator.index(row) for row in rows)
+
+
+def require_position(verb: str, position: int) -> int:
+    """Return a position given to a verb as a plain integer.
+
+    Raises:
+        TypeError: no integer.
+        ValueError: a negative one.
+    """
+    index = operator.index(position)
+    if index < 0:
+        raise ValueError(f"{verb}: expected a position >= 0, got {index}")
+    return index
 
 
 def check_heads(layer: int, config: LayerConfig, num_tokens: int, q: Any, k: Any, v: Any) -> None:

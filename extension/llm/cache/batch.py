@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from .arguments import require_position
 from .config import CacheConfig
 from .errors import StepError
 from .faces import BatchControl
@@ -60,13 +62,11 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
     def seq_clone(self, src: int, upto: int | None = None) -> int | None:
         """Copy a sequence; see ``BatchControl.seq_clone``."""
         self._check_outside_step("seq_clone")
-        self._check_not_lost()
-        source = self._live.get(src)
+        source = self._entry(src)
         if source is None:
             return None
-        if upto is not None and upto < 0:
-            raise ValueError(f"seq_clone: expected upto >= 0, got {upto}")
-        length = source.position if upto is None else upto
+        self._check_not_lost()
+        length = source.position if upto is None else require_position("seq_clone", upto)
         if length > source.position or len(self._live) >= self._max_seqs:
             return None
         fork = self._fork(source, length)
@@ -78,22 +78,22 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
     def seq_rm(self, seq_id: int) -> bool:
         """End a sequence; see ``BatchControl.seq_rm``."""
         self._check_outside_step("seq_rm")
-        entry = self._live.pop(seq_id, None)
+        entry = self._entry(seq_id)
         if entry is None:
             return False
-        heapq.heappush(self._free_ids, seq_id)
         self._drop(entry)
+        del self._live[seq_id]
+        heapq.heappush(self._free_ids, operator.index(seq_id))
         self._declared = ()
         return True
 
     def rewind(self, seq_id: int, position: int) -> bool:
         """Forget a sequence's positions from ``position`` on; see ``BatchControl.rewind``."""
         self._check_outside_step("rewind")
-        entry = self._live.get(seq_id)
+        entry = self._entry(seq_id)
         if entry is None:
             return False
-        if position < 0:
-            raise ValueError(f"rewind: expected a position >= 0, got {position}")
+        position = require_position("rewind", position)
         if position >= entry.position:
             return position == entry.position
         if not self._truncate(entry, position):
@@ -103,14 +103,12 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
 
     def pos(self, seq_id: int) -> int | None:
         """Return the position that the sequence's next token takes; None for an id that does not live."""
-        entry = self._live.get(seq_id)
+        entry = self._entry(seq_id)
         return None if entry is None else entry.position
 
     def clear(self) -> None:
         """End all sequences and forget their bytes."""
         self._check_outside_step("clear")
-        for entry in self._live.values():
-            self._drop(entry)
         self._live.clear()
         self._free_ids, self._next_id = [], 0
         self._declared = ()
@@ -122,7 +120,7 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
         tokens = Counter(seq_ids)
         if not tokens:
             raise ValueError("a step needs one sequence id per token, got none")
-        if not all(seq_id in self._live for seq_id in tokens):
+        if any(self._entry(seq_id) is None for seq_id in tokens):
             return False
         return tokens.total() <= self.free and (self.max_step is None or max(tokens.values()) <= self.max_step)
 
@@ -132,6 +130,7 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
         ids = list(seq_ids)
         if not self.can_step(ids):
             return False
+        ids = [operator.index(seq_id) for seq_id in ids]
         bounds = [index for index in range(len(ids)) if index == 0 or ids[index] != ids[index - 1]]
         self._declared = tuple(
             Span(ids[start], start, stop) for start, stop in zip(bounds, [*bounds[1:], len(ids)], strict=True)
@@ -188,6 +187,10 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
         """Free what an ended sequence alone holds."""
 
     # -- inside ------------------------------------------------------------
+
+    def _entry(self, seq_id: int) -> EntryT | None:
+        """Return the sequence of an id; None where it does not live, or is no id."""
+        return self._live.get(seq_id) if hasattr(seq_id, "__index__") else None
 
     def _admit(self, entry: EntryT) -> int:
         if self._free_ids:

@@ -29,12 +29,17 @@ EXTENT = 256
 """Cells that the end of a masked read is rounded up to, so that its shape, and what is compiled for it, is reused."""
 
 
+MAX_POSITION = 2**62
+"""Positions are kept as 64-bit integers; byte layers use larger ones as marks."""
+
+
 @dataclass(frozen=True)
 class _Placement:
     """Where a step's tokens go, and what is read: the same for all layers of a window."""
 
     cells: tuple[int, ...]
     write: tuple[Run, ...]
+    free_before: FreeCells
     free_after: FreeCells
     groups: Mapping[int | None, tuple[RowGroup, ...]]
 
@@ -89,6 +94,7 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
         # Of the open step: what plan() has found for its positions, and what the first layer has committed.
         self._draft: tuple[tuple[int, ...], _Placement] | None = None
         self._placement: _Placement | None = None
+        self._zero: dict[frozenset[int], tuple[Run, ...]] = {}
 
     @property
     def max_step(self) -> None:
@@ -107,6 +113,7 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
     def clear(self) -> None:
         """End all sequences and forget their bytes."""
         super().clear()
+        self._free_cells, self._owners = FreeCells([(0, self.capacity)]), {}
         self._stale = [frozenset()] * len(self.config.layers)
 
     def _invariants(self) -> dict[str, bool]:
@@ -148,14 +155,19 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
     def _new(self) -> CellSequence:
         return CellSequence()
 
-    def _fork(self, source: CellSequence, upto: int) -> CellSequence:
+    def _fork(self, source: CellSequence, upto: int) -> CellSequence | None:
         fork = source.prefix(upto)
+        if fork.unwritten:
+            return None
         for cell in fork.cells:
             self._owners[cell] += 1
         return fork
 
     def _truncate(self, entry: CellSequence, position: int) -> bool:
-        self._free_tokens(entry, bisect_left(entry.positions, position))
+        length = bisect_left(entry.positions, position)
+        if any(first < length for first in entry.unwritten.values()):
+            return False
+        self._free_tokens(entry, length)
         entry.position = position
         return True
 
@@ -170,10 +182,12 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
             if self._owners[cell] == 0:
                 del self._owners[cell]
                 freed.append(cell)
-        if not freed:
-            return
-        self._free_cells.give(freed)
-        merged = {stale: stale.union(freed) for stale in set(self._stale)}
+        if freed:
+            self._free_cells.give(freed)
+            self._mark_stale(freed)
+
+    def _mark_stale(self, cells: Sequence[int]) -> None:
+        merged = {stale: stale.union(cells) for stale in set(self._stale)}
         self._stale = [merged[stale] for stale in self._stale]
 
     # -- steps -------------------------------------------------------------
@@ -182,6 +196,7 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
         """Close the step; cannot fail."""
         super().end_step(committed=committed)
         self._draft = self._placement = None
+        self._zero.clear()
 
     def _check_step(self, positions: tuple[int, ...]) -> None:
         super()._check_step(positions)
@@ -189,10 +204,10 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
         for span in self._spans:
             for position in positions[span.start : span.stop]:
                 due = least.setdefault(span.seq_id, self._live[span.seq_id].position)
-                if position < due:
+                if not due <= position <= MAX_POSITION:
                     raise ValueError(
-                        f"sequence {span.seq_id}: position {position} where {due} or a later one was due: positions"
-                        " increase strictly, from the sequence's own on"
+                        f"sequence {span.seq_id}: position {position} where {due} or a later one (at most"
+                        f" {MAX_POSITION}) was due: positions increase strictly, from the sequence's own on"
                     )
                 least[span.seq_id] = position + 1
 
@@ -213,11 +228,17 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
             positions=positions,
             cells=placement.cells,
             write=placement.write if new else (),
-            zero=tuple(sorted(self._stale[layer].difference(placement.cells))) if new else (),
+            zero=self._zeroed(self._stale[layer], placement) if new else (),
             groups=placement.groups[window],
             pool_cells=_high_water(placement.free_after, self.capacity),
             window=window,
         )
+
+    def _zeroed(self, stale: frozenset[int], placement: _Placement) -> tuple[Run, ...]:
+        """Return the stale cells that the step does not write; the same for most layers."""
+        if stale not in self._zero:
+            self._zero[stale] = runs_of(sorted(stale.difference(placement.cells)))
+        return self._zero[stale]
 
     def _commit(self, plan: CellPlan) -> None:
         if self._placement is not None:
@@ -243,10 +264,15 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
             self._stale[layer] = frozenset()
 
     def _roll_back(self, step: OpenStep) -> None:
-        if self._placement is not None:
-            for span in self._spans:
-                entry = self._live[span.seq_id]
-                self._free_tokens(entry, bisect_left(entry.positions, entry.position))
+        if self._placement is None:
+            return
+        for span in self._spans:
+            entry = self._live[span.seq_id]
+            entry.cut(bisect_left(entry.positions, entry.position))
+        self._free_cells = self._placement.free_before
+        for cell in self._placement.cells:
+            self._owners.pop(cell, None)
+        self._mark_stale(self._placement.cells)
 
     # -- placement ---------------------------------------------------------
 
@@ -272,7 +298,7 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
             last[span.seq_id] = cells[-1]
         extent = -(-_high_water(free, self.capacity) // EXTENT) * EXTENT
         groups = {window: self._groups(positions, cells, window, extent) for window in self._windows}
-        return _Placement(tuple(cells), runs_of(cells), free, groups)
+        return _Placement(tuple(cells), runs_of(cells), self._free_cells, free, groups)
 
     def _groups(
         self, positions: tuple[int, ...], cells: Sequence[int], window: int | None, extent: int

@@ -126,7 +126,10 @@ class BatchSequenceCache(BatchCache[SequencesPlan, SequenceT], Generic[SequenceT
         return SequencesPlan(layer, positions, tuple(parts))
 
     def _commit(self, plan: SequencesPlan) -> None:
-        """Each sequence commits its own part, just before its slots are written."""
+        """Each sequence commits its own part in ``_attend``, just before its slots are written.
+
+        So a step that fails at one sequence leaves the slots, and the retention, of those after it as they were.
+        """
 
     def _advance(self, step: OpenStep) -> None:
         """Each sequence has advanced by itself."""

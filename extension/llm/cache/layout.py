@@ -52,7 +52,7 @@ class CacheLayout(CacheControl, Generic[PlanT]):
     overwritten them) and leaves the bytes to ``_attend``.
 
     A layout's core overrides ``_check_step``, ``_plan``, ``_commit``, ``_advance`` and ``_roll_back``; a byte layer
-    ``_attend``, ``_settle``, ``_restore`` and ``_forget``.
+    ``_attend``, ``_settle``, ``_discard`` and ``_forget``.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -116,7 +116,12 @@ class CacheLayout(CacheControl, Generic[PlanT]):
             self._advance(step)
         else:
             self._roll_back(step)
-            self._restore()
+            self._discard()
+
+    def fail_step(self) -> None:
+        """Make the open step one that can only be aborted: something has failed in it."""
+        if self._step is not None:
+            self._step.failed = True
 
     def attend(self, layer: int, positions: Any, q: Any, k: Any, v: Any, scale: float) -> Any:
         """Append this step's keys and values to a layer, then attend.
@@ -188,12 +193,11 @@ class CacheLayout(CacheControl, Generic[PlanT]):
     @contextmanager
     def writing(self, plan: PlanT) -> Iterator[None]:
         """Commit a plan and bracket the work on its slots: an exception inside spoils the step."""
-        self.commit(plan)
         try:
+            self.commit(plan)
             yield
         except BaseException:
-            assert self._step is not None
-            self._step.failed = True
+            self.fail_step()
             raise
 
     # -- for layouts -------------------------------------------------------
@@ -231,8 +235,8 @@ class CacheLayout(CacheControl, Generic[PlanT]):
     def _settle(self) -> None:
         """Evaluate what a step has left pending; may fail."""
 
-    def _restore(self) -> None:
-        """Put back what an aborted step replaced. Cannot fail."""
+    def _discard(self) -> None:
+        """Finish with what an aborted step has left pending; a failure marks the cache as lost."""
 
     def _forget(self) -> None:
         """Drop all pools."""
@@ -248,5 +252,6 @@ class CacheLayout(CacheControl, Generic[PlanT]):
             raise StepError(f"{verb} inside a step: leave the step first")
 
     def _check_whole(self) -> None:
+        self._check_not_lost()
         if self._step is not None and self._step.failed:
             raise StepError("a layer failed in this step: leave the step, it is aborted, and run it again")

@@ -37,8 +37,7 @@ class LayerPlan:
 
     Attributes:
         layer: the layer's id.
-        start: position of the step's first token.
-        stop: one past the position of the step's last token.
+        positions: each token's position, consecutive.
         write: slots that receive the step's keys and values, in token order; empty when they are there already.
         read: slots that hold positions ``[first_key, stop)``, in order (a ring wraps into at most two runs).
         first_key: logical position of the first key read.
@@ -48,8 +47,7 @@ class LayerPlan:
     """
 
     layer: int
-    start: int
-    stop: int
+    positions: tuple[int, ...]
     write: tuple[Run, ...]
     read: tuple[Run, ...]
     first_key: int
@@ -58,14 +56,19 @@ class LayerPlan:
     window: int | None
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the step."""
-        return self.stop - self.start
+    def start(self) -> int:
+        """Position of the step's first token."""
+        return self.positions[0]
 
     @property
-    def positions(self) -> tuple[int, ...]:
-        """Each token's position."""
-        return tuple(range(self.start, self.stop))
+    def stop(self) -> int:
+        """One past the position of the step's last token."""
+        return self.positions[-1] + 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return len(self.positions)
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ class CellPlan:
         positions: each token's position.
         cells: each token's cell.
         write: the same as runs, in token order; empty when the layer has been written in this step.
-        zero: cells to be zeroed before the write: they were freed, and may hold what must not reach an output.
+        zero: cells to be zeroed before the write: they were freed, and may hold what must not reach an output. Those
+            behind the pool's end are left out.
         groups: what is read, by which tokens.
         pool_cells: the cells that the layer's pool must have before the write.
         window: the layer's window.
@@ -111,7 +115,7 @@ class CellPlan:
     positions: tuple[int, ...]
     cells: tuple[int, ...]
     write: tuple[Run, ...]
-    zero: tuple[int, ...]
+    zero: tuple[Run, ...]
     groups: tuple[RowGroup, ...]
     pool_cells: int
     window: int | None
@@ -120,4 +124,5 @@ class CellPlan:
 def runs_of(slots: Sequence[int]) -> tuple[Run, ...]:
     """Return slots, in order, as runs."""
     starts = [index for index in range(len(slots)) if index == 0 or slots[index] != slots[index - 1] + 1]
-    return tuple(Run(slots[start], stop - start) for start, stop in zip(starts, [*starts[1:], len(slots)], strict=True))
+    stops = [*starts[1:], len(slots)]
+    return tuple(Run(slots[start], stop - start) for start, stop in zip(starts, stops, strict=False))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +38,11 @@ class EagerSequenceCache(SequenceCache):
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
 
     def _copy_prefix(self, source: EagerSequenceCache, upto: int) -> None:
-        for layer, pair in enumerate(source._pools):
-            if pair is not None:
-                slots = min(upto, pair[0].shape[2])
-                self._pools[layer] = (pair[0][:, :, :slots].clone(), pair[1][:, :, :slots].clone())
+        with _plain_tensors():
+            for layer, pair in enumerate(source._pools):
+                if pair is not None:
+                    slots = min(upto, pair[0].shape[2])
+                    self._pools[layer] = (pair[0][:, :, :slots].clone(), pair[1][:, :, :slots].clone())
 
     def _forget(self) -> None:
         self._pools = [None] * len(self.config.layers)
@@ -65,9 +67,9 @@ class EagerBatchCellCache(BatchCellCache):
     def _attend(self, plan: CellPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         pools = _grown(self.config, plan.layer, self._pools[plan.layer], plan.pool_cells, self.capacity, k.device)
         self._pools[plan.layer] = pools
-        for pool in pools:
-            # A cell freed above the cells in use may lie behind the end of this layer's pool.
-            pool[:, :, [cell for cell in plan.zero if cell < pool.shape[2]]] = 0
+        for run in plan.zero:
+            for pool in pools:
+                pool[:, :, run.slot : run.slot + run.length] = 0
         _write(pools, plan.write, k, v)
         return torch.cat([self._answered(plan, group, pools, q, scale) for group in plan.groups], dim=2)
 
@@ -103,21 +105,29 @@ def _grown(config: CacheConfig, layer: int, pools: _Pair | None, needed: int, mo
         return pools
     sizes, dtype = config.layers[layer], getattr(torch, config.kv_dtype)
     size = grown_slots(config, slots, needed, most)
-    grown = (
-        torch.zeros(1, sizes.n_kv_heads, size, sizes.head_dim, dtype=dtype, device=device),
-        torch.zeros(1, sizes.n_kv_heads, size, sizes.value_dim, dtype=dtype, device=device),
-    )
-    if pools is not None:
-        for new, old in zip(grown, pools, strict=True):
-            new[:, :, :slots] = old
+    with _plain_tensors():
+        grown = (
+            torch.zeros(1, sizes.n_kv_heads, size, sizes.head_dim, dtype=dtype, device=device),
+            torch.zeros(1, sizes.n_kv_heads, size, sizes.value_dim, dtype=dtype, device=device),
+        )
+        if pools is not None:
+            for new, old in zip(grown, pools, strict=True):
+                new[:, :, :slots] = old
     return grown
+
+
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Tensors made inside can be written later, in inference mode or out of it, and carry no gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _write(pools: _Pair, runs: Sequence[Run], k: torch.Tensor, v: torch.Tensor) -> None:
     """Put this step's rows into the slots of ``runs``, in order."""
     done = 0
     for run in runs:
-        for pool, rows in zip(pools, (k, v), strict=True):
+        for pool, rows in zip(pools, (k.detach(), v.detach()), strict=True):
             pool[:, :, run.slot : run.slot + run.length] = rows[:, :, done : done + run.length].to(pool.dtype)
         done += run.length
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from .arguments import require_position
 from .config import CacheConfig
 from .errors import CacheFullError, StepError
 from .faces import SequenceControl
@@ -49,8 +50,7 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
     def rewind(self, position: int) -> bool:
         """Forget the positions from ``position`` on; see ``SequenceControl.rewind``."""
         self._check_outside_step("rewind")
-        if position < 0:
-            raise ValueError(f"rewind: expected a position >= 0, got {position}")
+        position = require_position("rewind", position)
         if position > self._position:
             return False
         if position == self._position:
@@ -76,7 +76,7 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
             None where the sequence is shorter, or where keys that a query at ``upto`` needs have been overwritten.
         """
         self._check_outside_step("fork")
-        if upto > self._position or not (upto == self._position or self._retained(upto)):
+        if upto > self._position or not self._retained(upto):
             return None
         fork = type(self)(self.config)
         if upto > 0:
@@ -127,13 +127,32 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
             )
 
     def _plan(self, layer: int, positions: tuple[int, ...]) -> LayerPlan:
+        assert self._step is not None
         start, stop = positions[0], positions[-1] + 1
         if self._filled[layer] < start:
             raise StepError(
                 f"layer {layer} holds positions up to {self._filled[layer] - 1}, the sequence continues at {start}: an"
                 " earlier step left this layer out"
             )
-        return self._layer_plan(layer, start, stop)
+        policy = self._policies[layer]
+        first_key = policy.first_visible(start)
+        if stop - start == 1:
+            mask = Mask.NONE
+        elif policy.first_visible(stop - 1) <= first_key:
+            mask = Mask.CAUSAL
+        else:
+            mask = Mask.BAND
+        write: tuple[Run, ...] = () if layer in self._step.written else policy.runs(start, stop)
+        return LayerPlan(
+            layer=layer,
+            positions=positions,
+            write=write,
+            read=policy.runs(first_key, stop),
+            first_key=first_key,
+            pool_slots=min(stop, policy.slots),
+            mask=mask,
+            window=policy.window,
+        )
 
     def _commit(self, plan: LayerPlan) -> None:
         self._high[plan.layer] = max(self._high[plan.layer], plan.stop)
@@ -150,29 +169,6 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
         self._filled = [min(filled, position) for filled in self._filled]
         if position == 0:
             self._high = [0] * len(self._policies)
-
-    def _layer_plan(self, layer: int, start: int, stop: int) -> LayerPlan:
-        assert self._step is not None
-        policy = self._policies[layer]
-        first_key = policy.first_visible(start)
-        if stop - start == 1:
-            mask = Mask.NONE
-        elif policy.first_visible(stop - 1) <= first_key:
-            mask = Mask.CAUSAL
-        else:
-            mask = Mask.BAND
-        write: tuple[Run, ...] = () if layer in self._step.written else policy.runs(start, stop)
-        return LayerPlan(
-            layer=layer,
-            start=start,
-            stop=stop,
-            write=write,
-            read=policy.runs(first_key, stop),
-            first_key=first_key,
-            pool_slots=min(stop, policy.slots),
-            mask=mask,
-            window=policy.window,
-        )
 
     def _advance(self, step: OpenStep) -> None:
         if step.positions is not None:

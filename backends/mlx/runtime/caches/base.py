@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import suppress
 
 from executorch_mlx.extension.llm.cache.layout import CacheLayout, PlanT
 
@@ -13,16 +14,17 @@ class MLXCache(CacheLayout[PlanT]):
     """The byte layer's face: ``attend``, and the arrays that a step has changed.
 
     ``attend`` is lazy: evaluate what it returns before the next step writes. An unevaluated result still holds the pool
-    that it reads, and the write then copies that pool.
+    that it reads, and the write then copies that pool. Pools are written in place when they are evaluated, at the end
+    of the step at the latest, and of an aborted one, too: no layout reads what that wrote.
     """
 
     @abstractmethod
     def release(self) -> list[mx.array]:
-        """Return the pools that this step has written since the last call, to be evaluated with the outputs.
+        """Return the pools that this step has written since the last call, to be evaluated with the outputs."""
 
-        After this call the step's old pools are no longer held, so that their buffers are updated in place. An abort
-        then no longer restores bytes; it never has to, since no layout reads what an aborted step wrote.
-        """
+    def _discard(self) -> None:
+        with suppress(Exception):
+            self._settle()
 
     def _settle(self) -> None:
         try:

@@ -85,8 +85,5 @@ class MLXBatchCellCache(BatchCellCache, MLXCache[CellPlan]):
             row += span.stop - span.start
         return visible
 
-    def _restore(self) -> None:
-        self._pools.restore()
-
     def _forget(self) -> None:
         self._pools.forget()

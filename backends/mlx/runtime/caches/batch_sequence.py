@@ -25,6 +25,12 @@ class MLXBatchSequenceCache(BatchSequenceCache[MLXSequenceCache], MLXCache[Seque
         """Return the pools written since the last call; see ``MLXCache.release``."""
         return [pool for cache in self._stepping.values() for pool in cache.release()]
 
+    def end_step(self, *, committed: bool) -> None:
+        """Close the step; cannot fail."""
+        if not committed:
+            self._discard()  # of all sequences at once; a loss is the batch's
+        super().end_step(committed=committed)
+
     def _attend(self, plan: SequencesPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         with exclusive(), mx.stream(STREAM):
             out: mx.array = super()._attend(plan, q, k, v, scale)

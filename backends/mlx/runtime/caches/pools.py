@@ -37,15 +37,7 @@ class Pools:
         self._dtype: mx.Dtype = getattr(mx, config.kv_dtype)
         self._most = most_slots
         self._pairs: list[Pair | None] = [None] * len(config.layers)
-        # The pools that this step has replaced and not yet released, by layer. Handles to the old pools stay here until
-        # then: an in-place update needs that there is no other when the graph is evaluated.
-        self._replaced: dict[int, Pair | None] = {}
-
-    def __getitem__(self, layer: int) -> Pair:
-        """Return a layer's pools, which have been written."""
-        pair = self._pairs[layer]
-        assert pair is not None, "a layer is read after it is written"
-        return pair
+        self._written: set[int] = set()  # layers that were written since the last release
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +45,7 @@ class Pools:
         return sum(pool.nbytes for pair in self._pairs if pair is not None for pool in pair)
 
     def write(
-        self, layer: int, num_slots: int, runs: Sequence[Run], k: mx.array, v: mx.array, zero: Sequence[int] = ()
+        self, layer: int, num_slots: int, runs: Sequence[Run], k: mx.array, v: mx.array, zero: Sequence[Run] = ()
     ) -> Pair:
         """Put a step's rows in place, lazily.
 
@@ -71,7 +63,7 @@ class Pools:
         pair = self._pairs[layer]
         if not runs and pair is not None:
             return pair
-        self._replaced.setdefault(layer, pair)
+        self._written.add(layer)
         config, slots = self._config.layers[layer], 0 if pair is None else pair[0].shape[2]
         keys, values = pair or (None, None)
         if keys is None or slots < num_slots:
@@ -79,7 +71,7 @@ class Pools:
             keys = _grown(keys, config.n_kv_heads, size, config.head_dim, self._dtype)
             values = _grown(values, config.n_kv_heads, size, config.value_dim, self._dtype)
         assert values is not None
-        stale = [slot for slot in zero if slot < slots]
+        stale = [Run(run.slot, min(run.length, slots - run.slot)) for run in zero if run.slot < slots]
         if stale:
             keys, values = _zeroed(keys, stale), _zeroed(values, stale)
         written = (_written(keys, runs, k), _written(values, runs, v))
@@ -88,15 +80,9 @@ class Pools:
 
     def release(self) -> list[mx.array]:
         """Return the pools written since the last call; see ``MLXCache.release``."""
-        written = [pool for layer in self._replaced for pool in self._pairs[layer] or ()]
-        self._replaced.clear()
+        written = [pool for layer in sorted(self._written) for pool in self._pairs[layer] or ()]
+        self._written.clear()
         return written
-
-    def restore(self) -> None:
-        """Put back the pools that the step has replaced and not released."""
-        for layer, pair in self._replaced.items():
-            self._pairs[layer] = pair
-        self._replaced.clear()
 
     def forget(self) -> None:
         """Drop all pools."""
@@ -157,7 +143,8 @@ def _written(pool: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:
     return pool
 
 
-def _zeroed(pool: mx.array, slots: list[int]) -> mx.array:
-    """Return the pool with zeros in some slots."""
-    zeros = mx.zeros((1, 1, len(slots), 1), pool.dtype)
-    return mx.put_along_axis(pool, mx.array(slots)[None, None, :, None], zeros, axis=2)
+def _zeroed(pool: mx.array, runs: Sequence[Run]) -> mx.array:
+    """Return the pool with zeros in the slots of ``runs``."""
+    _, heads, _, dim = pool.shape
+    shape = (1, heads, sum(run.length for run in runs), dim)
+    return _written(pool, runs, mx.broadcast_to(mx.zeros(1, pool.dtype), shape))

@@ -36,9 +36,6 @@ class MLXSequenceCache(SequenceCache, MLXCache[LayerPlan]):
     def _copy_prefix(self, source: MLXSequenceCache, upto: int) -> None:
         self._pools.copy_prefix(source._pools, upto)
 
-    def _restore(self) -> None:
-        self._pools.restore()
-
     def _forget(self) -> None:
         self._pools.forget()
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from executorch_mlx.extension.llm.cache import CacheConfig, CacheError, CacheFullError, LayerConfig, StepError
+from executorch_mlx.extension.llm.cache import CacheConfig, CacheError, CacheFullError, LayerConfig, LayerPlan, StepError
 from executorch_mlx.extension.llm.cache.policies import RingPolicy
 from executorch_mlx.extension.llm.cache.sequence import SequenceCache
 from oracles.sequence_pair import InjectedError, Rows, SequencePair
@@ -350,14 +350,14 @@ def _rows_that_an_aborted_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
         original(self, step)
         self._written_before = filled
 
-    def plan(self: SequenceCache, layer: int, start: int, stop: int) -> object:
-        planned = layer_plan(self, layer, start, stop)
+    def plan(self: SequenceCache, layer: int, positions: tuple[int, ...]) -> LayerPlan:
+        planned = original_plan(self, layer, positions)
         written = getattr(self, "_written_before", [0] * len(self._filled))[layer]
-        return dataclasses.replace(planned, write=()) if written >= stop else planned
+        return dataclasses.replace(planned, write=()) if written >= planned.stop else planned
 
-    layer_plan = SequenceCache._layer_plan
+    original_plan = SequenceCache._plan
     monkeypatch.setattr(SequenceCache, "_roll_back", sticky)
-    monkeypatch.setattr(SequenceCache, "_layer_plan", plan)
+    monkeypatch.setattr(SequenceCache, "_plan", plan)
 
 
 @pytest.mark.parametrize(
