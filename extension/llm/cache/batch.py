@@ -117,20 +117,19 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
 
     def can_step(self, seq_ids: Sequence[int]) -> bool:
         """Whether such a step would be accepted; see ``BatchControl.can_step``."""
-        tokens = Counter(seq_ids)
+        tokens = Counter(map(_plain, seq_ids))
         if not tokens:
             raise ValueError("a step needs one sequence id per token, got none")
-        if any(self._entry(seq_id) is None for seq_id in tokens):
+        if not tokens.keys() <= self._live.keys():
             return False
         return tokens.total() <= self.free and (self.max_step is None or max(tokens.values()) <= self.max_step)
 
     def declare_step(self, seq_ids: Sequence[int]) -> bool:
         """Announce whose tokens the next step carries; see ``BatchControl.declare_step``."""
         self._check_outside_step("declare_step")
-        ids = list(seq_ids)
+        ids = [_plain(seq_id) for seq_id in seq_ids]
         if not self.can_step(ids):
             return False
-        ids = [operator.index(seq_id) for seq_id in ids]
         bounds = [index for index in range(len(ids)) if index == 0 or ids[index] != ids[index - 1]]
         self._declared = tuple(
             Span(ids[start], start, stop) for start, stop in zip(bounds, [*bounds[1:], len(ids)], strict=True)
@@ -189,8 +188,8 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
     # -- inside ------------------------------------------------------------
 
     def _entry(self, seq_id: int) -> EntryT | None:
-        """Return the sequence of an id; None where it does not live, or is no id."""
-        return self._live.get(seq_id) if hasattr(seq_id, "__index__") else None
+        """Return the sequence of an id; None where it does not live."""
+        return self._live.get(_plain(seq_id))
 
     def _admit(self, entry: EntryT) -> int:
         if self._free_ids:
@@ -199,3 +198,11 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
             seq_id, self._next_id = self._next_id, self._next_id + 1
         self._live[seq_id] = entry
         return seq_id
+
+
+def _plain(seq_id: int) -> int:
+    """Return an id as a plain integer: of any library's integers, and -1, which never lives, of anything else."""
+    try:
+        return operator.index(seq_id)
+    except TypeError:
+        return -1

@@ -21,7 +21,7 @@ from typing import ClassVar
 from .batch import BatchCache
 from .cells import CellSequence, FreeCells
 from .config import CacheConfig
-from .errors import CacheFullError, StepError
+from .errors import StepError
 from .layout import OpenStep
 from .plan import CellPlan, Mask, RowGroup, Run, Span, runs_of
 
@@ -282,13 +282,8 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
         return self._draft[1]
 
     def _placed(self, positions: tuple[int, ...]) -> _Placement:
-        """Choose cells for a step's tokens, and say what each reads. Pure."""
+        """Choose cells for a step's tokens, which were admitted, and say what each reads. Pure."""
         free = self._free_cells.copy()
-        if len(positions) > len(free):
-            raise CacheFullError(
-                f"the cache is full: {len(free)} of {self.capacity} cells are free and the step brings"
-                f" {len(positions)} tokens; end or rewind a sequence, or build it with a larger capacity"
-            )
         cells: list[int] = []
         last: dict[int, int | None] = {}
         for span in self._spans:

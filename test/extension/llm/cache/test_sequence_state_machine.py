@@ -20,7 +20,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from executorch_mlx.extension.llm.cache import CacheConfig, CacheError, CacheFullError, LayerConfig, LayerPlan, StepError
+from executorch_mlx.extension.llm.cache import (
+    CacheConfig,
+    CacheError,
+    CacheFullError,
+    LayerConfig,
+    LayerPlan,
+    StepError,
+)
 from executorch_mlx.extension.llm.cache.policies import RingPolicy
 from executorch_mlx.extension.llm.cache.sequence import SequenceCache
 from oracles.sequence_pair import InjectedError, Rows, SequencePair
