@@ -8,12 +8,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from executorch_mlx.extension.llm.cache import CacheConfig, build
+from executorch_mlx.backends.mlx.runtime.caches import MLXBatchCellCache
+from executorch_mlx.extension.llm.cache import CacheConfig, build, register_builder
+from executorch_mlx.extension.llm.cache.reference import EagerBatchCellCache
 
 from .arrays import ARRAYS
 from .naive_attention import TOLERANCE
-from .naive_batch import ORACLES, Dims, NaiveBatch
+from .naive_batch import ORACLES, Dims, NaiveBatch, NaiveCells
 from .sequence_pair import InjectedError, Rows, random_rows
+
+# Cells read in the way that a device does not choose by itself.
+OTHER_CELLS = {"eager": "cells, gathered", "MLXBackend": "cells, masked"}
+register_builder("eager", OTHER_CELLS["eager"], type("Gathered", (EagerBatchCellCache,), {"gathers": True}))
+register_builder("MLXBackend", OTHER_CELLS["MLXBackend"], type("Masked", (MLXBatchCellCache,), {"gathers": False}))
 
 Answer = npt.NDArray[np.float32]
 
@@ -42,7 +49,7 @@ class BatchPair:
         self.cache: Any = build(backend, kind, config)
         windows = [layer.window for layer in config.layers]
         dims = Dims(config.capacity, windows, config.max_write, config.kv_dtype, q_dtype)
-        self.oracle: NaiveBatch = ORACLES[kind](dims)
+        self.oracle: NaiveBatch = ORACLES.get(kind, NaiveCells)(dims)
         self.q_dtype = q_dtype
         self._group = group
         self._random = np.random.default_rng(seed)

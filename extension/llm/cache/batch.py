@@ -82,8 +82,8 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
         if entry is None:
             return False
         self._drop(entry)
-        del self._live[seq_id]
-        heapq.heappush(self._free_ids, operator.index(seq_id))
+        del self._live[_plain(seq_id)]
+        heapq.heappush(self._free_ids, _plain(seq_id))
         self._declared = ()
         return True
 

@@ -6,8 +6,8 @@
     position   0  1  2  3  4  3  4  .      . is free
     owner      AB AB AB A  A  B  B         B was cloned from A below position 3: no key is copied
 
-Visibility is by mask: a query sees the cells that its sequence owns, at positions up to its own and within the layer's
-window. All layers keep all history: a window masks, it evicts nothing.
+A query sees the cells that its sequence owns, at positions up to its own and within the layer's window. All layers keep
+all history: a window hides, it evicts nothing.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
     """Control and planner of sequences that share one pool of cells; a byte layer owns the pools.
 
     Attributes:
-        rows_per_call: the most tokens that one masked attention call answers; None answers all in one.
+        gathers: what is done for a sequence whose cells do not lie side by side: gather them for it alone, or read all
+            cells in use behind a mask, for several sequences at once.
     """
 
-    rows_per_call: ClassVar[int | None] = None
+    gathers: ClassVar[bool] = False
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
@@ -298,33 +299,36 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
     def _groups(
         self, positions: tuple[int, ...], cells: Sequence[int], window: int | None, extent: int
     ) -> tuple[RowGroup, ...]:
-        """Say what a layer of a window reads: what one sequence owns alone and in order without a mask."""
+        """Say what a layer of a window reads: cells that lie side by side in a sequence's order as they are."""
         groups: list[RowGroup] = []
-        masked: list[Span] = []
+        shared: list[Span] = []
         tails: dict[int, _Tail] = {}
 
         def close() -> None:
-            groups.extend(RowGroup(spans, Run(0, extent), Mask.OWNED) for spans in _split(masked, self.rows_per_call))
-            masked.clear()
+            if shared:
+                groups.append(RowGroup(tuple(shared), None, Run(0, extent), Mask.OWNED))
+                shared.clear()
 
         for span in self._spans:
             tail = tails.setdefault(span.seq_id, _Tail(self._live[span.seq_id]))
             for row in range(span.start, span.stop):
                 tail.append(positions[row], cells[row])
             first = tail.first_visible(positions[span.start], window)
-            if tail.start > first:
-                masked.append(span)
+            consecutive = tail.start <= first
+            if not consecutive and not self.gathers:
+                shared.append(span)
                 continue
-            assert tail.last is not None
-            read = Run(tail.last + 1 - (tail.count - first), tail.count - first)
             if span.stop - span.start == 1:
                 mask = Mask.NONE
             elif tail.first_visible(positions[span.stop - 1], window) == first:
                 mask = Mask.CAUSAL
             else:
-                mask = Mask.OWNED
+                mask = Mask.BAND
             close()
-            groups.append(RowGroup((span,), read, mask))
+            length = tail.count - first
+            assert tail.last is not None
+            read = Run(tail.last + 1 - length, length) if consecutive else None
+            groups.append(RowGroup((span,), (first, length), read, mask))
         close()
         return tuple(groups)
 
@@ -334,23 +338,3 @@ def _high_water(free: FreeCells, capacity: int) -> int:
     if free.intervals and free.intervals[-1][1] == capacity:
         return free.intervals[-1][0]
     return capacity
-
-
-def _split(spans: Sequence[Span], most: int | None) -> list[tuple[Span, ...]]:
-    """Return adjacent spans in groups of at most ``most`` tokens."""
-    if not spans:
-        return []
-    if most is None:
-        return [tuple(spans)]
-    groups: list[tuple[Span, ...]] = []
-    start, stop = spans[0].start, spans[-1].stop
-    for low in range(start, stop, most):
-        high = min(low + most, stop)
-        groups.append(
-            tuple(
-                Span(span.seq_id, max(span.start, low), min(span.stop, high))
-                for span in spans
-                if span.start < high and span.stop > low
-            )
-        )
-    return groups

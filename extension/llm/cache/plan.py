@@ -85,13 +85,16 @@ class RowGroup:
     """Consecutive tokens of a step that one attention call answers.
 
     Attributes:
-        spans: whose tokens they are, in token order.
-        read: the cells read. Of ``OWNED`` cells some may lie behind the pool's end: those are left out.
-        mask: ``NONE`` or ``CAUSAL`` where the cells read are those of one sequence, in order; else ``OWNED``.
+        spans: whose tokens they are, in token order; one unless the mask is ``OWNED``.
+        tokens: the first token of the sequence that is read, and how many, by index; None if the mask is ``OWNED``.
+        read: the cells read. None if the tokens lie here and there: their cells are then to be gathered. Of ``OWNED``
+            cells some may lie behind the pool's end: those are left out.
+        mask: how visibility follows; ``BAND`` goes by positions, which need not be consecutive.
     """
 
     spans: tuple[Span, ...]
-    read: Run
+    tokens: tuple[int, int] | None
+    read: Run | None
     mask: Mask
 
 

@@ -75,24 +75,27 @@ class EagerBatchCellCache(BatchCellCache):
 
     def _answered(self, plan: CellPlan, group: RowGroup, pools: _Pair, q: torch.Tensor, scale: float) -> torch.Tensor:
         rows = q[:, :, group.spans[0].start : group.spans[-1].stop]
-        read = slice(group.read.slot, group.read.slot + group.read.length)
+        if group.read is None:
+            first, length = group.tokens
+            read = self.tokens(group.spans[0].seq_id).cells[first : first + length].tolist()
+        else:
+            read = list(range(group.read.slot, min(group.read.slot + group.read.length, pools[0].shape[2])))
         keys, values = (pool[:, :, read].to(q.dtype) for pool in pools)
-        visible = None if group.mask is Mask.NONE else self._visible(plan, group, keys.shape[2], q.device)
+        visible = self._visible(plan, group, read).to(q.device)
         return F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, scale=scale, enable_gqa=True)
 
-    def _visible(self, plan: CellPlan, group: RowGroup, num_cells: int, device: torch.device) -> torch.Tensor:
+    def _visible(self, plan: CellPlan, group: RowGroup, read: Sequence[int]) -> torch.Tensor:
         """Bool [rows, cells]: which of the cells read each query sees."""
         parts = []
         for span in group.spans:
             tokens = self.tokens(span.seq_id)
-            visible = torch.zeros(span.stop - span.start, num_cells, dtype=torch.bool)
-            for row, position in enumerate(plan.positions[span.start : span.stop]):
-                for cell, its in zip(tokens.cells, tokens.positions, strict=True):
-                    in_window = plan.window is None or its > position - plan.window
-                    if its <= position and in_window:
-                        visible[row, cell - group.read.slot] = True
-            parts.append(visible)
-        return torch.cat(parts).to(device)
+            position_of = dict(zip(tokens.cells, tokens.positions, strict=True))
+            never = max(plan.positions) + 1
+            keys = torch.tensor([position_of.get(cell, never) for cell in read])
+            queries = torch.tensor(plan.positions[span.start : span.stop])[:, None]
+            visible = keys <= queries
+            parts.append(visible if plan.window is None else visible & (keys > queries - plan.window))
+        return torch.cat(parts)
 
     def _forget(self) -> None:
         self._pools = [None] * len(self.config.layers)

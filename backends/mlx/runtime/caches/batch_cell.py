@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from executorch_mlx.extension.llm.cache.batch_cell import BatchCellCache
@@ -16,13 +18,19 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class MLXBatchCellCache(BatchCellCache, MLXCache[CellPlan]):
-    """The ``batched-cell`` layout: one pool per layer, read behind masks where sequences share it."""
+    """The ``batched-cell`` layout: one pool per layer.
+
+    On a CPU, where a masked key costs as much as a visible one, each sequence's cells are gathered; elsewhere the cells
+    in use are read behind a mask, in one call.
+    """
+
+    gathers = mx.default_device().type == mx.cpu
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
         self._pools = Pools(config, [config.capacity] * len(config.layers))
-        # The open step's masks, which the layers of a window share: by group and number of cells.
-        self._masks: dict[tuple[int, int], mx.array] = {}
+        # The open step's masks and cells to gather, which the layers of a window share: by group and number of keys.
+        self._kept: dict[tuple[int, int], mx.array] = {}
 
     @property
     def pool_bytes(self) -> int:
@@ -36,7 +44,7 @@ class MLXBatchCellCache(BatchCellCache, MLXCache[CellPlan]):
     def end_step(self, *, committed: bool) -> None:
         """Close the step; cannot fail."""
         super().end_step(committed=committed)
-        self._masks.clear()
+        self._kept.clear()
 
     def _attend(self, plan: CellPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         with exclusive(), mx.stream(STREAM):
@@ -47,43 +55,49 @@ class MLXBatchCellCache(BatchCellCache, MLXCache[CellPlan]):
     def _answered(self, plan: CellPlan, group: RowGroup, pools: Pair, q: mx.array, scale: float) -> mx.array:
         start, stop = group.spans[0].start, group.spans[-1].stop
         rows = q if stop - start == q.shape[2] else q[:, :, start:stop]
-        num_queries = stop - start if group.mask is Mask.NONE else 0
-        keys, values = (read(pool, [group.read], num_queries).astype(q.dtype) for pool in pools)
+        if group.read is None:
+            cells = self._once(group, 0, self._gathered)
+            keys, values = (pool[:, :, cells].astype(q.dtype) for pool in pools)
+        else:
+            num_queries = stop - start if group.mask is Mask.NONE else 0
+            keys, values = (read(pool, [group.read], num_queries).astype(q.dtype) for pool in pools)
         mask: mx.array | str | None = None
         if group.mask is Mask.CAUSAL:
             mask = "causal"
-        elif group.mask is Mask.OWNED:
-            mask = self._mask(plan, group, keys.shape[2])
+        elif group.mask is not Mask.NONE:
+            num_keys = keys.shape[2]
+            mask = self._once(group, num_keys, lambda group: self._visible(plan, group, num_keys))
         return mx.fast.scaled_dot_product_attention(rows, keys, values, scale=scale, mask=mask)
 
-    def _mask(self, plan: CellPlan, group: RowGroup, num_cells: int) -> mx.array:
-        """Return which of the cells read each query sees, bool [rows, cells]."""
+    def _once(self, group: RowGroup, num_keys: int, make: Callable[[RowGroup], np.ndarray]) -> mx.array:
+        """Return an array of a group, made by the first layer of its window and kept for the step's other ones."""
         # Groups live as long as the step's placement, so that their ids stay theirs.
-        mask = self._masks.get((id(group), num_cells))
-        if mask is None:
-            mask = mx.array(self._visible(plan, group, num_cells))
-            self._masks[id(group), num_cells] = mask
-        return mask
+        key = (id(group), num_keys)
+        if key not in self._kept:
+            self._kept[key] = mx.array(make(group))
+        return self._kept[key]
 
-    def _visible(self, plan: CellPlan, group: RowGroup, num_cells: int) -> np.ndarray:
-        visible = np.empty((group.spans[-1].stop - group.spans[0].start, num_cells), dtype=np.bool_)
-        row = 0
-        position_of: dict[int, np.ndarray] = {}
+    def _gathered(self, group: RowGroup) -> np.ndarray:
+        """Return the cells of the tokens that a group reads."""
+        assert group.tokens is not None
+        first, length = group.tokens
+        return np.array(self.tokens(group.spans[0].seq_id).cells[first : first + length])
+
+    def _visible(self, plan: CellPlan, group: RowGroup, num_keys: int) -> np.ndarray:
+        """Return which of the keys read each query sees, bool [rows, keys]."""
+        parts = []
         for span in group.spans:
-            if span.seq_id not in position_of:
-                tokens, first = self.tokens(span.seq_id), group.read.slot
-                cells, positions = np.array(tokens.cells), np.array(tokens.positions)
-                inside = (cells >= first) & (cells < first + num_cells)
-                position_of[span.seq_id] = its = np.full(num_cells, _NEVER)
-                its[cells[inside] - first] = positions[inside]
-            its = position_of[span.seq_id]
+            tokens = self.tokens(span.seq_id)
+            if group.tokens is None:
+                keys = np.full(num_keys, _NEVER)
+                keys[np.array(tokens.cells)] = tokens.positions
+            else:
+                first, length = group.tokens
+                keys = np.array(tokens.positions[first : first + length])
             queries = np.array(plan.positions[span.start : span.stop])[:, None]
-            rows = visible[row : row + span.stop - span.start]
-            np.less_equal(its, queries, out=rows)
-            if plan.window is not None:
-                rows &= its > queries - plan.window
-            row += span.stop - span.start
-        return visible
+            visible = keys <= queries
+            parts.append(visible if plan.window is None else visible & (keys > queries - plan.window))
+        return np.concatenate(parts)
 
     def _forget(self) -> None:
         self._pools.forget()

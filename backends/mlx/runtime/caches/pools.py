@@ -109,7 +109,7 @@ def read(pool: mx.array, runs: Sequence[Run], num_queries: int) -> mx.array:
     if len(runs) == 1 and first.slot > 0 and num_queries == 1 and pool.dtype != mx.float32:
         # MLX 0.32.4 on CUDA reads wrong memory for a half-precision decode over a slice that starts mid-pool when the
         # pool's slot count is a multiple of 256; gathering makes a buffer of its own.
-        return mx.take(pool, mx.arange(first.slot, first.slot + first.length), axis=2)
+        return pool[:, :, mx.arange(first.slot, first.slot + first.length)]
     parts = [pool[:, :, run.slot : run.slot + run.length] for run in runs]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 

@@ -12,11 +12,11 @@ import pytest
 
 from executorch_mlx.backends.mlx.runtime.caches.pools import read
 from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig, Run, build
-from oracles.batch_pair import BatchPair
+from oracles.batch_pair import OTHER_CELLS, BatchPair
 from oracles.sequence_pair import SequencePair
 
 KINDS = ("sequence", "batched-cell", "batched-sequence")
-BATCHED = KINDS[1:]
+BATCHED = (*KINDS[1:], OTHER_CELLS["MLXBackend"])
 LAYER = LayerConfig(n_kv_heads=2, head_dim=64)
 SLOT_BYTES = 2 * 2 * 64 * 4  # keys and values of two heads in float32
 
@@ -195,7 +195,7 @@ def attentions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str]]:
 
 
 def test_masked_steps_of_cells_read_rounded_extents(attentions: list[tuple[int, int, str]]) -> None:
-    cache = Cache("batched-cell", 2048, 2048)
+    cache = Cache(OTHER_CELLS["MLXBackend"], 2048, 2048)
     ids = [0, cache.cache.seq_new()]
     for _ in range(300):
         cache.step(ids)

@@ -10,6 +10,7 @@ import torch
 
 from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig, build
 from oracles.arrays import ARRAYS
+from oracles.batch_pair import OTHER_CELLS
 from oracles.sequence_pair import random_rows
 
 # Largest difference, relative and absolute, for values of order 1: both sides round the same softmax once.
@@ -98,21 +99,28 @@ def test_batch_of_any_size_on_mlx_equals_single_sequences(kind: str, num_seqs: i
     Parity("MLXBackend", kind, num_seqs).run(4)
 
 
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 7, 8, 9, 16, 31, 32, 33, 48, 64])
+def test_cells_read_behind_a_mask_on_mlx_equal_single_sequences(num_seqs: int) -> None:
+    Parity("MLXBackend", OTHER_CELLS["MLXBackend"], num_seqs).run(6)
+
+
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 8, 33, 64])
-@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence", "batched"])
+@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence", "batched", OTHER_CELLS["eager"]])
 def test_batch_in_eager_torch_equals_single_sequences(kind: str, num_seqs: int) -> None:
     Parity("eager", kind, num_seqs).run(4)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 4, 17])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence"])
-@pytest.mark.parametrize("backend", ["eager", "MLXBackend"])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [(backend, kind) for backend, other in OTHER_CELLS.items() for kind in ("batched-cell", "batched-sequence", other)],
+)
 def test_batch_in_half_precision_equals_single_sequences(backend: str, kind: str, dtype: str, num_seqs: int) -> None:
     Parity(backend, kind, num_seqs, dtype).run(6)
 
 
-@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence"])
+@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence", OTHER_CELLS["MLXBackend"]])
 def test_batch_past_a_rounded_extent_equals_single_sequences(kind: str) -> None:
     """A masked read's end is rounded up to 256 cells: cross it, and the growth of the pools with it."""
     parity = Parity("MLXBackend", kind, 24)

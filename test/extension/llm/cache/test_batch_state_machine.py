@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig, StepError
-from oracles.batch_pair import BatchPair
+from oracles.batch_pair import OTHER_CELLS, BatchPair
 from oracles.sequence_pair import InjectedError
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -192,7 +192,7 @@ class BatchMachine(RuleBasedStateMachine):
         for seq_id, gap in zip(ids, gaps, strict=False):
             at.append(due[seq_id] + gap)
             due[seq_id] = at[-1] + 1
-        if pair.kind == "batched-cell" or at == pair.oracle.positions(ids):
+        if "cell" in pair.kind or at == pair.oracle.positions(ids):
             pair.step(ids, at=at)
         else:
             self.refused(ids, at, ValueError, r"sequence \d+: position")
@@ -384,7 +384,9 @@ def _one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence"])
-@pytest.mark.parametrize("backend", ["eager", "MLXBackend"])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [(backend, kind) for backend, other in OTHER_CELLS.items() for kind in ("batched-cell", "batched-sequence", other)],
+)
 def test_batch_under_random_operations_equals_naive_oracle(backend: str, kind: str) -> None:
     run_state_machine_as_test(machine_for(backend, kind), settings=settings())
