@@ -12,7 +12,7 @@ EXTRA ?= cpu
 help:
 	@echo "make demo   set up, export SmolLM2-135M and answer a question with it"
 	@echo "make test   set up and run the tests"
-	@echo "make bench  set up and measure against mlx-lm and Hugging Face; writes docs/benchmarks.md"
+	@echo "make bench  set up and measure against mlx-lm and Hugging Face, and the cache layouts; writes docs/benchmarks.md"
 	@echo "make lint   set up and check style and types"
 
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard tools/*.py) $(wildcard backends/mlx/csrc/*.cpp)
@@ -30,8 +30,11 @@ demo: $(MODEL_DIR)/model.pte
 	$(BIN)/python -m executorch_mlx.examples.llm.run_llm --model-dir $(MODEL_DIR) \
 		--prompt "What is the capital of France?" --max-new-tokens 40
 
+# The cache core is measured as it is tested: each branch of it is taken by some test.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=test/extension
+	$(BIN)/python -m pytest test/extension --cov=extension/llm/cache --cov-branch --cov-fail-under=100 \
+		--cov-report=term-missing:skip-covered
 
 # Type checkers do not follow the mapping from executorch_mlx to the repository's root, so they read an installed copy.
 lint: $(READY)
@@ -44,6 +47,7 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --editable ".[$(EXTRA),llm,dev,bench]"
 	$(BIN)/python test/bench/single_sequence.py --docs docs
+	$(BIN)/python test/bench/cache_layouts.py --docs docs
 
 clean:
 	rm -rf build dist out *.egg-info

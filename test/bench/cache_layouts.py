@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from executorch_mlx.backends.mlx.runtime.caches.batch_cell import MLXBatchCellCache
-from executorch_mlx.backends.mlx.runtime.device import BLAS, STREAM
+from executorch_mlx.backends.mlx.runtime.device import BLAS, STREAM, exclusive
 from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig, build
 
 SHAPES = {
@@ -71,7 +71,7 @@ class Runner:
             mx.eval(q, k, v)
         began = time.perf_counter()
         assert self.cache.declare_step(ids)
-        with self.cache.step(), mx.stream(STREAM):
+        with exclusive(), mx.stream(STREAM), self.cache.step():
             out = q
             for layer in range(self.layers):
                 # Each layer's queries wait for the layer before, as in a model.
@@ -110,8 +110,10 @@ def measure_forks(options: argparse.Namespace) -> list[dict[str, Any]]:
             fork = runner.cache.seq_clone(0)
             times.append(time.perf_counter() - began)
             runner.cache.seq_rm(fork)
+        mx.synchronize()
         before = mx.get_active_memory()
         runner.cache.seq_clone(0)
+        mx.synchronize()
         megabytes = (mx.get_active_memory() - before) / 2**20
         rows.append({"kind": name, "ms": 1e3 * statistics.median(times), "MB": megabytes})
     return rows
@@ -173,7 +175,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m", help="model's shape (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="of the cache and the queries (default: %(default)s)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="sequences in a step")
-    parser.add_argument("--history", type=int, nargs="+", default=[128, 512], help="mean tokens of a sequence")
+    parser.add_argument("--history", type=int, nargs="+", default=[128], help="mean tokens of a sequence")
     parser.add_argument("--steps", type=int, default=9, help="steps timed (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file that gets the figures")
     parser.add_argument("--from-json", type=Path, help="take the figures from such a file instead of measuring")

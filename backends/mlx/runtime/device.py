@@ -15,7 +15,7 @@ except ImportError as error:
         " 'executorch-mlx[cuda13]' for an NVIDIA GPU (one of the two, never both)"
     ) from error
 
-__all__ = ["BLAS", "CLOSING", "DTYPES", "LOCK", "STREAM", "dtype_name", "exclusive", "mx"]
+__all__ = ["BLAS", "CLOSING", "DTYPES", "LOCK", "STREAM", "dtype_name", "exclusive", "is_outermost", "mx"]
 
 # MLX's ordinary streams belong to the thread that made them: an array evaluated on one fails in another thread. This
 # one may be used from any thread, by one at a time; the lock sees to that.
@@ -47,6 +47,11 @@ class exclusive:  # noqa: N801  a context manager, used like a function
     def __exit__(self, *_: object) -> None:
         _held.depth -= 1
         LOCK.release()
+
+
+def is_outermost() -> bool:
+    """Whether the calling thread, which holds MLX, will let go of it at the end of its innermost ``exclusive()``."""
+    return bool(_held.depth == 1)
 
 
 DTYPES: dict[int, mx.Dtype] = {

@@ -20,9 +20,9 @@ def host_positions(positions: Any) -> tuple[int, ...]:
     """
     if type(positions) is tuple and set(map(type, positions)) == {int}:
         return positions
-    rows = positions.tolist() if hasattr(positions, "tolist") else list(positions)
-    if not isinstance(rows, list):
-        raise ValueError("positions: expected [n] or [n, 1], got a scalar")
+    rows = positions.tolist() if hasattr(positions, "tolist") else positions
+    if not isinstance(rows, Sequence):
+        raise ValueError(f"positions: expected [n] or [n, 1], got {type(rows).__name__}")
     if not rows:
         raise ValueError("positions: expected one or more, as [n] or [n, 1], got none")
     if isinstance(rows[0], Sequence):

@@ -120,8 +120,8 @@ class CacheLayout(CacheControl, Generic[PlanT]):
 
     def fail_step(self) -> None:
         """Make the open step one that can only be aborted: something has failed in it."""
-        if self._step is not None:
-            self._step.failed = True
+        assert self._step is not None, "there is a step to fail"
+        self._step.failed = True
 
     def attend(self, layer: int, positions: Any, q: Any, k: Any, v: Any, scale: float) -> Any:
         """Append this step's keys and values to a layer, then attend.

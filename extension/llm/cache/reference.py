@@ -40,9 +40,9 @@ class EagerSequenceCache(SequenceCache):
     def _copy_prefix(self, source: EagerSequenceCache, upto: int) -> None:
         with _plain_tensors():
             for layer, pair in enumerate(source._pools):
-                if pair is not None:
-                    slots = min(upto, pair[0].shape[2])
-                    self._pools[layer] = (pair[0][:, :, :slots].clone(), pair[1][:, :, :slots].clone())
+                assert pair is not None, "a layer that holds a prefix has been written"
+                slots = min(upto, pair[0].shape[2])
+                self._pools[layer] = (pair[0][:, :, :slots].clone(), pair[1][:, :, :slots].clone())
 
     def _forget(self) -> None:
         self._pools = [None] * len(self.config.layers)
@@ -76,6 +76,7 @@ class EagerBatchCellCache(BatchCellCache):
     def _answered(self, plan: CellPlan, group: RowGroup, pools: _Pair, q: torch.Tensor, scale: float) -> torch.Tensor:
         rows = q[:, :, group.spans[0].start : group.spans[-1].stop]
         if group.read is None:
+            assert group.tokens is not None
             first, length = group.tokens
             read = self.tokens(group.spans[0].seq_id).cells[first : first + length].tolist()
         else:

@@ -10,7 +10,7 @@ from executorch_mlx.extension.llm.cache.batch_cell import BatchCellCache
 from executorch_mlx.extension.llm.cache.config import CacheConfig
 from executorch_mlx.extension.llm.cache.plan import CellPlan, Mask, RowGroup
 
-from ..device import STREAM, exclusive, mx
+from ..device import mx
 from .base import MLXCache
 from .pools import Pair, Pools, read
 
@@ -47,10 +47,9 @@ class MLXBatchCellCache(BatchCellCache, MLXCache[CellPlan]):
         self._kept.clear()
 
     def _attend(self, plan: CellPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-        with exclusive(), mx.stream(STREAM):
-            pools = self._pools.write(plan.layer, plan.pool_cells, plan.write, k, v, plan.zero)
-            parts = [self._answered(plan, group, pools, q, scale) for group in plan.groups]
-            return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        pools = self._pools.write(plan.layer, plan.pool_cells, plan.write, k, v, plan.zero)
+        parts = [self._answered(plan, group, pools, q, scale) for group in plan.groups]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
     def _answered(self, plan: CellPlan, group: RowGroup, pools: Pair, q: mx.array, scale: float) -> mx.array:
         start, stop = group.spans[0].start, group.spans[-1].stop

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from executorch_mlx.extension.llm.cache.batch_sequence import BatchSequenceCache, SequencesPlan
 
-from ..device import STREAM, exclusive, mx
+from ..device import mx
 from .base import MLXCache
 from .sequence import MLXSequenceCache
 
@@ -30,11 +30,6 @@ class MLXBatchSequenceCache(BatchSequenceCache[MLXSequenceCache], MLXCache[Seque
         if not committed:
             self._discard()  # of all sequences at once; a loss is the batch's
         super().end_step(committed=committed)
-
-    def _attend(self, plan: SequencesPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-        with exclusive(), mx.stream(STREAM):
-            out: mx.array = super()._attend(plan, q, k, v, scale)
-            return out
 
     def _joined(self, parts: Sequence[mx.array]) -> mx.array:
         return mx.concatenate(list(parts), axis=2)

@@ -1,7 +1,7 @@
 """Pools of keys and values: growth, copies, and writes that do not copy.
 
-``slice_update`` and ``put_along_axis`` work in place where their source has no other live handle; so a pool's array is
-held here alone, and what was read from it in a step is evaluated (or dropped) before the next write.
+An assignment to a slice and ``put_along_axis`` work in place where the pool has no other live handle; so a pool's array
+is held here alone, and what was read from it in a step is evaluated (or dropped) before the next write.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class Pools:
         """
         with exclusive(), mx.stream(STREAM):
             for layer, pair in enumerate(source._pairs):
-                if pair is not None:
-                    kept = min(num_slots, pair[0].shape[2])
-                    size = min(-(-kept // FORK_ROUNDING) * FORK_ROUNDING, self._most[layer])
-                    self._pairs[layer] = (_prefix(pair[0], kept, size), _prefix(pair[1], kept, size))
-            mx.eval([pool for pair in self._pairs if pair is not None for pool in pair])
+                assert pair is not None, "a layer that holds a prefix has been written"
+                kept = min(num_slots, pair[0].shape[2])
+                size = min(-(-kept // FORK_ROUNDING) * FORK_ROUNDING, self._most[layer])
+                self._pairs[layer] = (_prefix(pair[0], kept, size), _prefix(pair[1], kept, size))
+            mx.eval(self._pairs)
 
 
 def read(pool: mx.array, runs: Sequence[Run], num_queries: int) -> mx.array:
@@ -137,9 +137,12 @@ def _written(pool: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:
     for run in runs:
         part = rows if run.length == rows.shape[2] else rows[:, :, done : done + run.length]
         done += run.length
-        # With the start in an array the update is functional (the caller's handle keeps the old pool) and never aliases
-        # `part`, not even over the whole extent.
-        pool = mx.slice_update(pool, part, mx.array([run.slot]), axes=[2])
+        if run.length == pool.shape[2]:
+            # An assignment to all of it would make the caller's array the pool.
+            pool = mx.slice_update(pool, part, mx.array([run.slot]), axes=[2])
+        else:
+            # Not slice_update, which passes over the whole pool on CUDA.
+            pool[:, :, run.slot : run.slot + run.length] = part
     return pool
 
 

@@ -6,7 +6,7 @@ from executorch_mlx.extension.llm.cache.config import CacheConfig
 from executorch_mlx.extension.llm.cache.plan import LayerPlan, Mask
 from executorch_mlx.extension.llm.cache.sequence import SequenceCache
 
-from ..device import STREAM, exclusive, mx
+from ..device import mx
 from .base import MLXCache
 from .pools import Pools, read
 
@@ -28,10 +28,9 @@ class MLXSequenceCache(SequenceCache, MLXCache[LayerPlan]):
         return self._pools.release()
 
     def _attend(self, plan: LayerPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-        with exclusive(), mx.stream(STREAM):
-            pools = self._pools.write(plan.layer, plan.pool_slots, plan.write, k, v)
-            keys, values = (read(pool, plan.read, plan.num_tokens).astype(q.dtype) for pool in pools)
-            return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=_mask(plan))
+        pools = self._pools.write(plan.layer, plan.pool_slots, plan.write, k, v)
+        keys, values = (read(pool, plan.read, plan.num_tokens).astype(q.dtype) for pool in pools)
+        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask_of(plan))
 
     def _copy_prefix(self, source: MLXSequenceCache, upto: int) -> None:
         self._pools.copy_prefix(source._pools, upto)
@@ -40,7 +39,8 @@ class MLXSequenceCache(SequenceCache, MLXCache[LayerPlan]):
         self._pools.forget()
 
 
-def _mask(plan: LayerPlan) -> mx.array | str | None:
+def mask_of(plan: LayerPlan) -> mx.array | str | None:
+    """Return what ``mx.fast.scaled_dot_product_attention`` takes as the mask of a plan."""
     if plan.mask is Mask.NONE:
         return None
     if plan.mask is Mask.CAUSAL:

@@ -256,3 +256,27 @@ def test_integrity_names_the_invariant_that_is_broken(backend: str, kind: str) -
     pair.cache._next_id = 7
     with pytest.raises(AssertionError, match="each id that was used is live or free"):
         pair.cache.check_integrity()
+
+
+# -- torch ---------------------------------------------------------------------------------------------
+
+
+def test_steps_in_and_out_of_inference_mode_and_with_gradients_share_a_cache(backend: str, kind: str) -> None:
+    pair = pair_of(backend, kind, None, 4)
+    with torch.inference_mode():
+        pair.steps([0, 1, 0])
+        clone = pair.clone(0, 1)
+        assert clone is not None
+    pair.steps([1, 0, clone])
+    with torch.no_grad():
+        pair.steps([0, 0], [clone])
+    if backend == "eager":
+        assert pair.cache.declare_step([0])
+        q, k, v = (torch.from_numpy(part).requires_grad_() for part in pair.rows(0, 1))
+        with pair.cache.step():
+            for layer in pair.layers:
+                pair.cache.attend(layer, [pair.cache.pos(0)], q, k, v, 1.0)
+        pair.cache.rewind(0, 0)
+        pair.oracle.rewind(0, 0)
+    with torch.inference_mode():
+        pair.steps([0, 1], [clone])

@@ -38,6 +38,7 @@ from executorch_mlx.extension.llm.cache.layout import CacheLayout
 from executorch_mlx.extension.llm.cache.policies import RingPolicy
 from executorch_mlx.extension.llm.cache.reference import EagerBatchCellCache, EagerSequenceCache
 from executorch_mlx.extension.llm.cache.sequence import SequenceCache
+from oracles.batch_pair import OTHER_CELLS
 
 Patch = pytest.MonkeyPatch
 
@@ -240,7 +241,13 @@ def cells_window_starts_with_the_initial_capacity(patch: Patch) -> None:
     def tokens_from(original: Any, self: Any, position: int, window: int | None) -> Any:
         return original(self, position, None if position < 256 else window)
 
+    def visible(original: Any, self: Any, plan: Any, *rest: Any) -> Any:
+        early = plan.positions[0] < 256
+        return original(self, dataclasses.replace(plan, window=None) if early else plan, *rest)
+
     wrap(patch, cell_core._Tail, "first_visible", tokens_from)
+    wrap(patch, EagerBatchCellCache, "_visible", visible)
+    wrap(patch, MLXBatchCellCache, "_visible", visible)
 
 
 def causal_upper_left(patch: Patch) -> None:
@@ -254,63 +261,89 @@ def causal_upper_left(patch: Patch) -> None:
         return mx.arange(plan.stop - plan.first_key)[None, :] <= mx.arange(plan.num_tokens)[:, None]
 
     patch.setattr(reference, "_visible", eager)
-    wrap(patch, mlx_sequence, "_mask", mlx)
+    wrap(patch, mlx_sequence, "mask_of", mlx)
 
 
 def causal_upper_left_in_cells(patch: Patch) -> None:
-    def visible(original: Any, self: Any, plan: Any, group: Any, num_cells: int, *rest: Any) -> Any:
-        mask = original(self, plan, group, num_cells, *rest)
+    def visible(original: Any, self: Any, plan: Any, group: Any, read: Any) -> Any:
+        mask = original(self, plan, group, read)
         return mask if group.mask is not cell_core.Mask.CAUSAL else torch.ones_like(mask).tril()
 
     wrap(patch, EagerBatchCellCache, "_visible", visible)
 
 
+def wrap_shared_mask(patch: Patch, change: Callable[..., None]) -> None:
+    """Change each mask [rows, cells] behind which several sequences are read; it begins with the pool's first cell."""
+
+    def visible(original: Any, self: Any, plan: Any, group: Any, read: Any) -> Any:
+        mask = original(self, plan, group, read)
+        if group.mask is cell_core.Mask.OWNED:
+            change(self, plan, group, mask)
+        return mask
+
+    wrap(patch, EagerBatchCellCache, "_visible", visible)
+    wrap(patch, MLXBatchCellCache, "_visible", visible)
+
+
 def fork_sees_its_donors_later_tokens(patch: Patch) -> None:
     """A mask by the first cell: whoever shares it is taken for the same sequence."""
 
-    def visible(original: Any, self: Any, plan: Any, group: Any, num_cells: int, *rest: Any) -> Any:
-        mask = original(self, plan, group, num_cells, *rest)
+    def change(self: BatchCellCache, plan: Any, group: Any, mask: Any) -> None:
         row = 0
         for span in group.spans:
             mine = self._live[span.seq_id]
+            kin = [entry for entry in self._live.values() if entry.cells and entry.cells[0] == mine.cells[0]]
             for position in plan.positions[span.start : span.stop]:
-                for other in self._live.values():
-                    for cell, its in zip(other.cells, other.positions, strict=True):
-                        if other.cells[0] == mine.cells[0] and its <= position and group.read.slot <= cell:
-                            mask[row, cell - group.read.slot] = True
+                oldest = 0 if plan.window is None else position - plan.window + 1
+                for entry in kin:
+                    for cell, its in zip(entry.cells, entry.positions, strict=True):
+                        if oldest <= its <= position:
+                            mask[row, cell] = True
                 row += 1
-        return mask
 
-    wrap(patch, EagerBatchCellCache, "_visible", visible)
-    wrap(patch, MLXBatchCellCache, "_visible", visible)
+    wrap_shared_mask(patch, change)
 
 
 def neighbours_cells_are_visible(patch: Patch) -> None:
-    def visible(original: Any, self: Any, plan: Any, group: Any, num_cells: int, *rest: Any) -> Any:
-        mask = original(self, plan, group, num_cells, *rest)
-        owned = [cell - group.read.slot for cell in self._owners if 0 <= cell - group.read.slot < num_cells]
-        mask[:, owned] = True
-        return mask
+    def change(self: BatchCellCache, plan: Any, group: Any, mask: Any) -> None:
+        mask[:, list(self._owners)] = True
 
-    wrap(patch, EagerBatchCellCache, "_visible", visible)
-    wrap(patch, MLXBatchCellCache, "_visible", visible)
+    wrap_shared_mask(patch, change)
 
 
 def masks_are_reused_between_steps(patch: Patch) -> None:
-    """A mask cache whose key leaves the positions out."""
-    known: dict[Any, Any] = {}
+    """What a layer has found outlives its step, under a key that leaves the positions out; cells to gather, too."""
 
-    def mask(original: Any, self: Any, plan: Any, group: Any, num_cells: int) -> Any:
-        key = (id(self), plan.window, group.spans, num_cells)
-        return known.setdefault(key, original(self, plan, group, num_cells))
+    def once(original: Any, self: Any, group: Any, num_keys: int, make: Any) -> Any:
+        known = self.__dict__.setdefault("known", {})
+        return known.setdefault((group.spans, num_keys), original(self, group, num_keys, make))
 
-    wrap(patch, MLXBatchCellCache, "_mask", mask)
+    wrap(patch, MLXBatchCellCache, "_once", once)
 
 
-def rows_past_the_first_call_are_dropped(patch: Patch) -> None:
-    """Masked rows in calls of at most 32, of which only the first is made."""
-    patch.setattr(BatchCellCache, "rows_per_call", 32)
-    wrap(patch, cell_core, "_split", lambda original, spans, most: original(spans, most)[:1])
+def gathers_one_token_too_few(patch: Patch) -> None:
+    def groups(original: Any, self: Any, *args: Any) -> Any:
+        found = original(self, *args)
+        return tuple(group if group.read else dataclasses.replace(group, tokens=_fewer(group)) for group in found)
+
+    patch.setattr(MLXBatchCellCache, "gathers", True)
+    wrap(patch, BatchCellCache, "_groups", groups)
+
+
+def _fewer(group: Any) -> tuple[int, int]:
+    first, length = group.tokens
+    return first + 1, length - 1
+
+
+def gathers_a_neighbours_cell(patch: Patch) -> None:
+    def gathered(original: Any, self: Any, group: Any) -> Any:
+        cells = original(self, group)
+        others = self._owners.keys() - set(self.tokens(group.spans[0].seq_id).cells)
+        cells[:1] = min(others, default=cells[0])
+        return cells
+
+    patch.setattr(MLXBatchCellCache, "gathers", True)
+    wrap(patch, MLXBatchCellCache, "_gathered", gathered)
 
 
 def kv_heads_interleaved(patch: Patch) -> None:
@@ -337,7 +370,13 @@ def outputs_in_order_of_sequences(patch: Patch) -> None:
         spans = [span for part in plan.parts for span in part.rows]
         return self._joined([out[:, :, span.start : span.stop] for span in spans])
 
+    def attend_cells(original: Any, self: Any, plan: Any, *rest: Any) -> Any:
+        groups = tuple(sorted(plan.groups, key=lambda group: group.spans[0].seq_id))
+        return original(self, dataclasses.replace(plan, groups=groups), *rest)
+
     wrap(patch, BatchSequenceCache, "_attend", attend)
+    wrap(patch, EagerBatchCellCache, "_attend", attend_cells)
+    wrap(patch, MLXBatchCellCache, "_attend", attend_cells)
 
 
 # -- growth ------------------------------------------------------------------
@@ -481,11 +520,11 @@ def ended_sequences_stay_in_memory(patch: Patch) -> None:
 def masks_stay_in_memory(patch: Patch) -> None:
     kept: list[Any] = []
 
-    def mask(original: Any, self: Any, *args: Any) -> Any:
+    def once(original: Any, self: Any, *args: Any) -> Any:
         kept.append(mx.array(np.array(original(self, *args))))
         return kept[-1]
 
-    wrap(patch, MLXBatchCellCache, "_mask", mask)
+    wrap(patch, MLXBatchCellCache, "_once", once)
 
 
 def negative_ids_count_from_the_end(patch: Patch) -> None:
@@ -712,6 +751,7 @@ DISAGREES = r"AssertionError: ( |$)"
 EAGER, MLX = ("eager",), ("MLXBackend",)
 BOTH = (*EAGER, *MLX)
 SEQ, CELL, PRIVATE = "sequence", "batched-cell", "batched-sequence"
+GATHERED, MASKED = OTHER_CELLS["eager"], OTHER_CELLS["MLXBackend"]  # on that backend only
 
 
 class Mutant(NamedTuple):
@@ -746,20 +786,31 @@ MUTANTS = [
     Mutant(abort_keeps_its_rows, (25,), (SEQ, PRIVATE), BOTH, WRONG_ANSWER),
     Mutant(abort_ends_the_sequences_steps_only_when_committed, (25,), (PRIVATE,), EAGER, DISAGREES),
     # masks
-    Mutant(window_off_by_one, (5, 6, 8), (SEQ, CELL, PRIVATE), BOTH, WRONG_ANSWER),
-    Mutant(window_of_masked_cells_off_by_one, (5, 6, 8, 11), (CELL,), BOTH, WRONG_ANSWER),
+    Mutant(window_off_by_one, (5, 6, 8), (SEQ, PRIVATE), BOTH, WRONG_ANSWER),
+    Mutant(window_off_by_one, (5, 6, 8), (CELL, MASKED), MLX, WRONG_ANSWER),
+    Mutant(window_of_masked_cells_off_by_one, (5, 6, 8, 11), (CELL,), EAGER, WRONG_ANSWER),
+    Mutant(window_of_masked_cells_off_by_one, (5, 6, 8, 11), (MASKED,), MLX, WRONG_ANSWER),
+    Mutant(window_of_masked_cells_off_by_one, (5, 6, 11), (GATHERED,), EAGER, WRONG_ANSWER),
+    Mutant(window_of_masked_cells_off_by_one, (5, 6, 11), (CELL,), MLX, WRONG_ANSWER),
     Mutant(ring_one_slot_short, (5, 7), (SEQ, PRIVATE), MLX, WRONG_ANSWER),
     Mutant(ring_of_the_initial_capacity, (8,), (SEQ, PRIVATE), BOTH, WRONG_ANSWER),
-    Mutant(cells_window_starts_with_the_initial_capacity, (8,), (CELL,), BOTH, WRONG_ANSWER),
+    Mutant(cells_window_starts_with_the_initial_capacity, (8,), (CELL, GATHERED), EAGER, WRONG_ANSWER),
+    Mutant(cells_window_starts_with_the_initial_capacity, (8,), (CELL, MASKED), MLX, WRONG_ANSWER),
     Mutant(causal_upper_left, (20,), (SEQ, PRIVATE), BOTH, WRONG_ANSWER),
-    Mutant(causal_upper_left_in_cells, (20,), (CELL,), EAGER, WRONG_ANSWER),
-    Mutant(fork_sees_its_donors_later_tokens, (4,), (CELL,), BOTH, WRONG_ANSWER),
-    Mutant(neighbours_cells_are_visible, (11, 12), (CELL,), BOTH, WRONG_ANSWER),
-    Mutant(masks_are_reused_between_steps, (11,), (CELL,), MLX, WRONG_ANSWER),
-    Mutant(rows_past_the_first_call_are_dropped, (13,), (CELL,), EAGER, WRONG_ANSWER),
+    Mutant(causal_upper_left_in_cells, (20,), (CELL, GATHERED), EAGER, WRONG_ANSWER),
+    Mutant(fork_sees_its_donors_later_tokens, (4,), (CELL,), EAGER, WRONG_ANSWER),
+    Mutant(fork_sees_its_donors_later_tokens, (4,), (MASKED,), MLX, WRONG_ANSWER),
+    Mutant(neighbours_cells_are_visible, (11, 12), (CELL,), EAGER, WRONG_ANSWER),
+    Mutant(neighbours_cells_are_visible, (11, 12), (MASKED,), MLX, WRONG_ANSWER),
+    Mutant(masks_are_reused_between_steps, (11,), (CELL, MASKED), MLX, WRONG_ANSWER),
+    Mutant(gathers_one_token_too_few, (4, 6, 8, 11, 12), (GATHERED,), EAGER, WRONG_ANSWER),
+    Mutant(gathers_one_token_too_few, (4, 6, 8, 11, 12), (CELL,), MLX, WRONG_ANSWER),
+    Mutant(gathers_a_neighbours_cell, (4, 11, 12, 13), (CELL,), MLX, WRONG_ANSWER),
     Mutant(kv_heads_interleaved, (13,), (SEQ, CELL, PRIVATE), EAGER, WRONG_ANSWER),
     Mutant(kv_heads_interleaved_on_mlx, (13,), (SEQ, CELL, PRIVATE), MLX, WRONG_ANSWER),
-    Mutant(outputs_in_order_of_sequences, (12,), (PRIVATE,), BOTH, WRONG_ANSWER),
+    Mutant(outputs_in_order_of_sequences, (12,), (CELL, PRIVATE), BOTH, WRONG_ANSWER),
+    Mutant(outputs_in_order_of_sequences, (12,), (GATHERED,), EAGER, WRONG_ANSWER),
+    Mutant(outputs_in_order_of_sequences, (12,), (MASKED,), MLX, WRONG_ANSWER),
     # growth
     Mutant(growth_loses_the_rows, (21,), (SEQ, CELL, PRIVATE), BOTH, WRONG_ANSWER),
     Mutant(growth_moves_the_rows, (21,), (SEQ, CELL, PRIVATE), BOTH, WRONG_ANSWER),
@@ -768,8 +819,10 @@ MUTANTS = [
     Mutant(clone_shares_its_donors_pool, (4,), (PRIVATE,), EAGER, WRONG_ANSWER),
     Mutant(clone_copies_nothing, (1, 4), (PRIVATE,), MLX, WRONG_ANSWER),
     # isolation
-    Mutant(freed_cells_are_not_zeroed, (19,), (CELL,), BOTH, WRONG_ANSWER),
+    Mutant(freed_cells_are_not_zeroed, (19,), (CELL,), EAGER, WRONG_ANSWER),
+    Mutant(freed_cells_are_not_zeroed, (19,), (MASKED,), MLX, WRONG_ANSWER),
     Mutant(aborted_cells_are_not_zeroed, (19,), (CELL,), EAGER, WRONG_ANSWER),
+    Mutant(aborted_cells_are_not_zeroed, (19,), (MASKED,), MLX, WRONG_ANSWER),
     Mutant(reads_round_up_without_a_mask, (19,), (SEQ, PRIVATE), MLX, WRONG_ANSWER),
     Mutant(recycled_id_keeps_its_tokens, (16,), (PRIVATE,), EAGER, DISAGREES),
     Mutant(recycled_id_keeps_its_cells, (16,), (CELL,), EAGER, BROKEN),
@@ -777,7 +830,7 @@ MUTANTS = [
     Mutant(shared_cells_are_freed_by_the_first_owner, (4, 18), (CELL,), EAGER, BROKEN),
     Mutant(never_written_sequence_cannot_end, (12,), (CELL, PRIVATE), EAGER, WRONG_VERDICT),
     Mutant(ended_sequences_stay_in_memory, (26,), (PRIVATE,), MLX, "active memory is not constant"),
-    Mutant(masks_stay_in_memory, (26,), (CELL,), MLX, "active memory is not constant"),
+    Mutant(masks_stay_in_memory, (26,), (CELL, MASKED), MLX, "active memory is not constant"),
     Mutant(negative_ids_count_from_the_end, (16,), (CELL, PRIVATE), EAGER, DISAGREES),
     Mutant(one_sequence_too_many, (16,), (CELL, PRIVATE), EAGER, WRONG_VERDICT),
     Mutant(ids_are_never_recycled, (16,), (CELL, PRIVATE), EAGER, DISAGREES),
