@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/cache.md from caches that have been driven, not from what they are meant to do."""
+"""Draws the pictures of docs/cache.md, from caches that have been driven."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def draw(name: str, pools: dict[str, list[tuple[str, str] | None]], note: str) -
 
 
 def slots_of(cache: Any, layer: int, owner: str, num_slots: int) -> list[tuple[str, str] | None]:
-    """Return what a sequence's pool holds, from the plan of its next step."""
+    """Return what a sequence's pool holds."""
     policy, position = cache._policies[layer], cache.position
     slots: list[tuple[str, str] | None] = [None] * num_slots
     for p in range(max(0, position - policy.slots), position):

@@ -180,7 +180,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file that gets the figures")
     parser.add_argument("--from-json", type=Path, help="take the figures from such a file instead of measuring")
     parser.add_argument("--docs", type=Path, help="folder whose benchmarks.md gets the tables")
-    parser.add_argument("--mark", default="cache_layouts_cpu", help="name of the page's markers (default: %(default)s)")
     options = parser.parse_args()
     if options.from_json:
         results = json.loads(options.from_json.read_text())
@@ -199,7 +198,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(results))
     if options.docs:
-        write_report(results, options.docs, options.mark)
+        write_report(results, options.docs, "cache_layouts_cpu" if "CPU" in results["machine"] else "cache_layouts_gpu")
 
 
 if __name__ == "__main__":

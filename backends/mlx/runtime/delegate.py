@@ -127,22 +127,21 @@ class Delegate:
             cache = self.cache()
             own_step = nullcontext() if cache is None or cache.in_step else cache.step()
             with own_step:
-                outputs = self._run(inputs, cache)
-                for index, out in enumerate(outputs):
-                    if isinstance(out, mx.array):
-                        _check_shape(f"delegate output {index}", self._outputs[index], out.shape)
-                    arguments.set(num_inputs + index, out)
+                self._run(inputs, cache, arguments)
 
-    def _run(self, inputs: list[Any], cache: MLXCache[Any] | None) -> list[Any]:
+    def _run(self, inputs: list[Any], cache: MLXCache[Any] | None, arguments: Any) -> None:
         try:
             outputs = self.program(inputs, cache)
             outputs = [self._as_declared(index, out) for index, out in enumerate(outputs)]
             self._evaluate(outputs, cache)
+            for index, out in enumerate(outputs):
+                if isinstance(out, mx.array):
+                    _check_shape(f"delegate output {index}", self._outputs[index], out.shape)
+                arguments.set(len(self._inputs) + index, out)
         except BaseException:
             if cache is not None:
                 cache.fail_step()  # should the caller hold the step open, it cannot be committed
             raise
-        return outputs
 
     def _input(self, arguments: Any, index: int) -> Any:
         value, meta = arguments.get(index), self._inputs[index]

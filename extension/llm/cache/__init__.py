@@ -4,8 +4,9 @@ This package is the tensor-free core. It imports the standard library only; ``op
 are imported by whoever exports or runs a model eagerly.
 """
 
+from .batch import BatchCache
 from .batch_cell import BatchCellCache
-from .batch_sequence import BatchSequenceCache
+from .batch_sequence import BatchSequenceCache, SequencesPlan
 from .config import CacheConfig, LayerConfig, layers_from_constants
 from .errors import CacheError, CacheFullError, CacheLostError, StepError
 from .faces import BatchControl, CacheControl, SequenceControl
@@ -16,6 +17,7 @@ from .sequence import SequenceCache
 from .session import CacheSession, active_cache
 
 __all__ = [
+    "BatchCache",
     "BatchCellCache",
     "BatchControl",
     "BatchSequenceCache",
@@ -34,6 +36,7 @@ __all__ = [
     "Run",
     "SequenceCache",
     "SequenceControl",
+    "SequencesPlan",
     "Span",
     "StepError",
     "active_cache",

@@ -120,7 +120,7 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
         tokens = Counter(map(_plain, seq_ids))
         if not tokens:
             raise ValueError("a step needs one sequence id per token, got none")
-        if not tokens.keys() <= self._live.keys():
+        if self._lost is not None or not tokens.keys() <= self._live.keys():
             return False
         return tokens.total() <= self.free and (self.max_step is None or max(tokens.values()) <= self.max_step)
 
@@ -151,9 +151,8 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
         super().begin_step()
         self._spans, self._declared = self._declared, ()
 
-    def end_step(self, *, committed: bool) -> None:
-        """Close the step; cannot fail."""
-        super().end_step(committed=committed)
+    def _leave(self) -> None:
+        super()._leave()
         self._spans = ()
 
     def _check_step(self, positions: tuple[int, ...]) -> None:

@@ -28,7 +28,6 @@ from .plan import CellPlan, Mask, RowGroup, Run, Span, runs_of
 EXTENT = 256
 """Cells that the end of a masked read is rounded up to, so that its shape, and what is compiled for it, is reused."""
 
-
 MAX_POSITION = 2**62
 """Positions are kept as 64-bit integers; byte layers use larger ones as marks."""
 
@@ -49,10 +48,10 @@ class _Tail:
     """A sequence with this step's tokens so far, before they are its own."""
 
     entry: CellSequence
-    count: int = 0
-    start: int = 0
-    last: int | None = None
-    positions: list[int] = field(default_factory=list)
+    count: int = field(init=False)
+    start: int = field(init=False)
+    last: int | None = field(init=False)
+    positions: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.count = len(self.entry.cells)
@@ -193,9 +192,8 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
 
     # -- steps -------------------------------------------------------------
 
-    def end_step(self, *, committed: bool) -> None:
-        """Close the step; cannot fail."""
-        super().end_step(committed=committed)
+    def _leave(self) -> None:
+        super()._leave()
         self._draft = self._placement = None
         self._zero.clear()
 
@@ -217,9 +215,10 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
         for span in self._spans:
             entry = self._live[span.seq_id]
             if layer in entry.unwritten:
+                held = entry.unwritten[layer]
                 raise StepError(
-                    f"layer {layer} holds sequence {span.seq_id} up to position"
-                    f" {entry.positions[entry.unwritten[layer]] - 1} only: an earlier step left this layer out"
+                    f"layer {layer} holds {held} of sequence {span.seq_id}'s {len(entry.cells)} tokens: an earlier step"
+                    " left this layer out"
                 )
         placement = self._placement or self._drafted(positions)
         new = layer not in self._step.written
@@ -303,33 +302,35 @@ class BatchCellCache(BatchCache[CellPlan, CellSequence]):
         groups: list[RowGroup] = []
         shared: list[Span] = []
         tails: dict[int, _Tail] = {}
-
-        def close() -> None:
-            if shared:
-                groups.append(RowGroup(tuple(shared), None, Run(0, extent), Mask.OWNED))
-                shared.clear()
-
+        own = []
         for span in self._spans:
             tail = tails.setdefault(span.seq_id, _Tail(self._live[span.seq_id]))
             for row in range(span.start, span.stop):
                 tail.append(positions[row], cells[row])
             first = tail.first_visible(positions[span.start], window)
             consecutive = tail.start <= first
-            if not consecutive and not self.gathers:
-                shared.append(span)
-                continue
             if span.stop - span.start == 1:
                 mask = Mask.NONE
             elif tail.first_visible(positions[span.stop - 1], window) == first:
                 mask = Mask.CAUSAL
             else:
                 mask = Mask.BAND
-            close()
             length = tail.count - first
             assert tail.last is not None
             read = Run(tail.last + 1 - length, length) if consecutive else None
-            groups.append(RowGroup((span,), (first, length), read, mask))
-        close()
+            own.append(RowGroup((span,), (first, length), read, mask))
+        # Where others are read behind a mask, a single row more costs nothing, and a call of its own does.
+        sharing = not self.gathers and any(group.read is None for group in own)
+        for group in own:
+            if sharing and (group.read is None or group.mask is Mask.NONE):
+                shared.extend(group.spans)
+                continue
+            if shared:
+                groups.append(RowGroup(tuple(shared), None, Run(0, extent), Mask.OWNED))
+                shared.clear()
+            groups.append(group)
+        if shared:
+            groups.append(RowGroup(tuple(shared), None, Run(0, extent), Mask.OWNED))
         return tuple(groups)
 
 

@@ -40,7 +40,11 @@ class SequencePart:
 
 @dataclass(frozen=True)
 class SequencesPlan:
-    """A step of many sequences on one layer."""
+    """A step of many sequences on one layer.
+
+    Each part is committed by itself, just before its slots are written: a step that fails at one sequence leaves the
+    slots, and the retention, of those after it as they were.
+    """
 
     layer: int
     positions: tuple[int, ...]
@@ -106,11 +110,8 @@ class BatchSequenceCache(BatchCache[SequencesPlan, SequenceT], Generic[SequenceT
                 self._stepping[span.seq_id] = self._live[span.seq_id]
             self._rows.setdefault(span.seq_id, []).append(span)
 
-    def end_step(self, *, committed: bool) -> None:
-        """Close the step; cannot fail."""
-        for cache in self._stepping.values():
-            cache.end_step(committed=committed)
-        super().end_step(committed=committed)
+    def _leave(self) -> None:
+        super()._leave()
         self._stepping, self._rows = {}, {}
 
     def _plan(self, layer: int, positions: tuple[int, ...]) -> SequencesPlan:
@@ -126,16 +127,15 @@ class BatchSequenceCache(BatchCache[SequencesPlan, SequenceT], Generic[SequenceT
         return SequencesPlan(layer, positions, tuple(parts))
 
     def _commit(self, plan: SequencesPlan) -> None:
-        """Each sequence commits its own part in ``_attend``, just before its slots are written.
-
-        So a step that fails at one sequence leaves the slots, and the retention, of those after it as they were.
-        """
+        """Nothing: ``_attend`` commits the parts; see ``SequencesPlan``."""
 
     def _advance(self, step: OpenStep) -> None:
-        """Each sequence has advanced by itself."""
+        for cache in self._stepping.values():
+            cache.end_step(committed=True)
 
     def _roll_back(self, step: OpenStep) -> None:
-        """Each sequence has rolled back by itself."""
+        for cache in self._stepping.values():
+            cache.end_step(committed=False)
 
     # -- bytes -------------------------------------------------------------
 

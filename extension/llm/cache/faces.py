@@ -26,7 +26,7 @@ class CacheControl(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """End all sequences. The one verb that a cache with lost bytes accepts.
+        """End all sequences; makes a cache that has lost its bytes usable again.
 
         Raises:
             StepError: inside a step.
@@ -78,7 +78,8 @@ class BatchControl(CacheControl):
     """Control of a cache that holds many sequences, several of which may take part in one flat step.
 
     A verb given an id that does not live answers False or None. A successful verb that changes something cancels a
-    pending declaration; a refused one, one that changes nothing and ``seq_new`` do not.
+    pending declaration; a refused one, one that changes nothing and ``seq_new`` do not. Inside a step every verb raises
+    StepError; a negative position is a ValueError.
     """
 
     @property
@@ -101,6 +102,9 @@ class BatchControl(CacheControl):
 
         Returns:
             None, with nothing changed, where ``upto`` is past the end, keys it needs are gone, or there is no room.
+
+        Raises:
+            CacheLostError: the bytes to copy were lost in an earlier step.
         """
 
     @abstractmethod
@@ -121,4 +125,7 @@ class BatchControl(CacheControl):
 
     @abstractmethod
     def declare_step(self, seq_ids: Sequence[int]) -> bool:
-        """Announce whose tokens the next step carries; False, with nothing changed, where ``can_step`` is."""
+        """Announce whose tokens the next step carries; False, with nothing changed, where ``can_step`` is.
+
+        An accepted declaration replaces the one before and authorises one step, whether that succeeds or not.
+        """

@@ -51,8 +51,8 @@ class CacheLayout(CacheControl, Generic[PlanT]):
     checked, commits the plan *before* it touches the slots (so that a write which fails half-way counts as having
     overwritten them) and leaves the bytes to ``_attend``.
 
-    A layout's core overrides ``_check_step``, ``_plan``, ``_commit``, ``_advance`` and ``_roll_back``; a byte layer
-    ``_attend``, ``_settle``, ``_discard`` and ``_forget``.
+    A layout's core overrides ``_check_step``, ``_plan``, ``_commit``, ``_advance``, ``_roll_back`` and ``_leave``; a
+    byte layer ``_attend``, ``_settle``, ``_discard`` and ``_forget``.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -109,14 +109,19 @@ class CacheLayout(CacheControl, Generic[PlanT]):
         self._settle()
 
     def end_step(self, *, committed: bool) -> None:
-        """Close the step; cannot fail."""
-        step, self._step = self._step, None
+        """Close the step. Whatever interrupts it, the step is closed and its bookkeeping whole."""
+        step = self._step
         assert step is not None
-        if committed:
-            self._advance(step)
-        else:
-            self._roll_back(step)
-            self._discard()
+        try:
+            if not committed:
+                self._discard()
+        finally:
+            self._step = None
+            if committed:
+                self._advance(step)
+            else:
+                self._roll_back(step)
+            self._leave()
 
     def fail_step(self) -> None:
         """Make the open step one that can only be aborted: something has failed in it."""
@@ -225,6 +230,9 @@ class CacheLayout(CacheControl, Generic[PlanT]):
     @abstractmethod
     def _roll_back(self, step: OpenStep) -> None:
         """Undo the step. Cannot fail."""
+
+    def _leave(self) -> None:
+        """Drop what belonged to the step that has ended. Cannot fail."""
 
     # -- for byte layers ---------------------------------------------------
 

@@ -26,7 +26,7 @@ class EagerSequenceCache(SequenceCache):
         self._pools: list[_Pair | None] = [None] * len(config.layers)
 
     def _attend(self, plan: LayerPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        most = self._policies[plan.layer].slots
+        most = self.most_slots(plan.layer)
         pools = _grown(self.config, plan.layer, self._pools[plan.layer], plan.pool_slots, most, k.device)
         self._pools[plan.layer] = pools
         _write(pools, plan.write, k, v)

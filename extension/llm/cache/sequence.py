@@ -70,7 +70,7 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
     def fork(self: SequenceT, upto: int) -> SequenceT | None:
         """Return an independent cache that holds the positions below ``upto``.
 
-        It keeps this one's retention floor: what this ring has overwritten is gone for the fork, too.
+        It keeps this one's retention floor: what its rings have overwritten is gone for the fork, too.
 
         Returns:
             None where the sequence is shorter, or where keys that a query at ``upto`` needs have been overwritten.
@@ -85,6 +85,10 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
             fork._high = list(self._high)
             fork._copy_prefix(self, upto)
         return fork
+
+    def most_slots(self, layer: int) -> int:
+        """Return the most slots that a layer's pool may have."""
+        return self._policies[layer].slots
 
     def _invariants(self) -> dict[str, bool]:
         invariants = {"the position lies within the capacity": 0 <= self._position <= self.capacity}
@@ -131,8 +135,8 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
         start, stop = positions[0], positions[-1] + 1
         if self._filled[layer] < start:
             raise StepError(
-                f"layer {layer} holds positions up to {self._filled[layer] - 1}, the sequence continues at {start}: an"
-                " earlier step left this layer out"
+                f"layer {layer} holds {self._filled[layer]} of the sequence's {start} tokens: an earlier step left this"
+                " layer out"
             )
         policy = self._policies[layer]
         first_key = policy.first_visible(start)

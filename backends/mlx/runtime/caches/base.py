@@ -44,6 +44,6 @@ class MLXCache(CacheLayout[PlanT]):
         try:
             with exclusive(), mx.stream(STREAM):
                 mx.eval(arrays, self.release())
-        except BaseException as error:
+        except Exception as error:
             self.mark_lost(f"{type(error).__name__}: {error}")
             raise

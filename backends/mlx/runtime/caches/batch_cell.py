@@ -21,7 +21,7 @@ class MLXBatchCellCache(BatchCellCache, MLXCache[CellPlan]):
     """The ``batched-cell`` layout: one pool per layer.
 
     On a CPU, where a masked key costs as much as a visible one, each sequence's cells are gathered; elsewhere the cells
-    in use are read behind a mask, in one call.
+    in use are read behind a mask, in one call for neighbouring rows.
     """
 
     gathers = mx.default_device().type == mx.cpu
@@ -41,9 +41,8 @@ class MLXBatchCellCache(BatchCellCache, MLXCache[CellPlan]):
         """Return the pools written since the last call; see ``MLXCache.release``."""
         return self._pools.release()
 
-    def end_step(self, *, committed: bool) -> None:
-        """Close the step; cannot fail."""
-        super().end_step(committed=committed)
+    def _leave(self) -> None:
+        super()._leave()
         self._kept.clear()
 
     def _attend(self, plan: CellPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:

@@ -25,11 +25,5 @@ class MLXBatchSequenceCache(BatchSequenceCache[MLXSequenceCache], MLXCache[Seque
         """Return the pools written since the last call; see ``MLXCache.release``."""
         return [pool for cache in self._stepping.values() for pool in cache.release()]
 
-    def end_step(self, *, committed: bool) -> None:
-        """Close the step; cannot fail."""
-        if not committed:
-            self._discard()  # of all sequences at once; a loss is the batch's
-        super().end_step(committed=committed)
-
     def _joined(self, parts: Sequence[mx.array]) -> mx.array:
         return mx.concatenate(list(parts), axis=2)

@@ -61,7 +61,8 @@ class Pools:
             The layer's pools.
         """
         pair = self._pairs[layer]
-        if not runs and pair is not None:
+        if not runs:
+            assert pair is not None, "a layer that is asked again has been written"
             return pair
         self._written.add(layer)
         config, slots = self._config.layers[layer], 0 if pair is None else pair[0].shape[2]

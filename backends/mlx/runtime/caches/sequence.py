@@ -16,7 +16,7 @@ class MLXSequenceCache(SequenceCache, MLXCache[LayerPlan]):
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)
-        self._pools = Pools(config, [policy.slots for policy in self._policies])
+        self._pools = Pools(config, [self.most_slots(layer) for layer in range(len(config.layers))])
 
     @property
     def pool_bytes(self) -> int:

@@ -212,6 +212,16 @@ def test_steps_of_a_sequence_that_owns_the_whole_window_use_no_mask(attentions: 
     assert attentions == [(8, 8, "causal"), (3, 11, "causal"), (1, 12, "none"), (5, 5, "causal")]
 
 
+def test_single_tokens_beside_masked_ones_join_their_call(attentions: list[tuple[int, int, str]]) -> None:
+    """A sequence that owns its whole window between two that do not: one call, not three."""
+    cache = Cache(OTHER_CELLS["MLXBackend"], 2048, 2048)
+    first, (second, third, fourth) = 0, [cache.cache.seq_new() for _ in range(3)]
+    cache.step([first, second] * 3)
+    attentions.clear()
+    cache.step([first, third, second, *[fourth] * 4])
+    assert attentions == [(3, 256, "array"), (4, 4, "causal")]
+
+
 def test_steps_of_private_histories_use_no_mask_but_causal(attentions: list[tuple[int, int, str]]) -> None:
     cache = Cache("batched-sequence", 2048, 64)
     other = cache.cache.seq_new()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from executorch.runtime import Runtime
 
 from executorch_mlx.backends.mlx import PLUGIN_BACKEND_ID, load_program
 from executorch_mlx.backends.mlx.runtime.caches import MLXSequenceCache
-from executorch_mlx.extension.llm.cache import CacheFullError, CacheSession, build
+from executorch_mlx.extension.llm.cache import CacheFullError, CacheSession, StepError, build
 from oracles.small_programs import (
     CAPACITY,
     MAX_ROWS,
@@ -301,3 +302,20 @@ def test_step_that_fails_for_one_session_does_not_disturb_another(program: Any) 
             second.run(0, 4)
         first.step(4, 6)
         assert (session.control.position, failing.position) == (6, 0)
+
+
+def test_failed_execute_in_a_step_that_the_caller_holds_open_cannot_be_committed(program: Any) -> None:
+    conversation = Conversation(program.load_method("forward"), seed=14)
+    cache = FailingCache(cache_config())
+
+    def swallow(cache: Any) -> None:
+        with cache.step(), suppress(InjectedError):
+            conversation.run(4, 6)
+
+    with CacheSession(cache):
+        conversation.step(0, 4)
+        cache.failing_layer = 1
+        with pytest.raises(StepError, match="failed in this step"):
+            swallow(cache)
+        cache.failing_layer = None
+        conversation.step(4, 6)
