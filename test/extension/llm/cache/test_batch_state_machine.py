@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,7 +19,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig, StepError
+from executorch_mlx.extension.llm.cache import (
+    BatchCache,
+    BatchCellCache,
+    CacheConfig,
+    LayerConfig,
+    SequenceCache,
+    StepError,
+)
 from oracles.batch_pair import OTHER_CELLS, BatchPair
 from oracles.sequence_pair import InjectedError
 
@@ -222,6 +229,16 @@ class BatchMachine(RuleBasedStateMachine):
         self.pair.declare(self.ids(later))
         self.pair.declare([*self.ids(spans), 1 << 40])
 
+    @precondition(alive)
+    @rule(spans=steps, rank=sequences, back=st.integers(0, 3), verb=few)
+    def declare_then_a_verb_then_forward(self, spans: list[tuple[int, int]], rank: int, back: int, verb: int) -> None:
+        pair, seq_id = self.pair, self.some(rank)
+        pair.declare(self.ids(spans))
+        upto = max(0, pair.oracle.lengths[seq_id] - back)
+        verbs = [lambda: pair.rewind(seq_id, upto), lambda: pair.clone(seq_id, upto), lambda: pair.rm(seq_id), pair.new]
+        verbs[verb % len(verbs)]()
+        self.forward_what_was_declared()
+
     @rule()
     def forward_what_was_declared(self) -> None:
         """Whatever happened since: a step runs if and only if its declaration still stands."""
@@ -229,7 +246,7 @@ class BatchMachine(RuleBasedStateMachine):
         if pair.oracle.declared is not None:
             pair.step(pair.oracle.declared, declared=True)
             return
-        with pytest.raises(StepError, match="declare"), pair.cache.step():
+        with pytest.raises(StepError, match="not declared"), pair.cache.step():
             pair.attend(0, pair.rows(0, 1, poisoned=True), [0])
 
     @precondition(alive)
@@ -390,3 +407,73 @@ def _one_torch_thread() -> Iterator[None]:
 )
 def test_batch_under_random_operations_equals_naive_oracle(backend: str, kind: str) -> None:
     run_state_machine_as_test(machine_for(backend, kind), settings=settings())
+
+
+# -- tests of the test: each fault must be found -----------------------------------------------------------
+
+
+def _declaration_lost_by_a_refused_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BatchCache.declare_step
+
+    def declare(self: BatchCache, seq_ids: Sequence[int]) -> bool:
+        self._declared = ()
+        return original(self, seq_ids)
+
+    monkeypatch.setattr(BatchCache, "declare_step", declare)
+
+
+def _declaration_that_outlives_a_rewind(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BatchCache.rewind
+
+    def rewind(self: BatchCache, seq_id: int, position: int) -> bool:
+        declared = self._declared
+        granted = original(self, seq_id, position)
+        self._declared = declared
+        return granted
+
+    monkeypatch.setattr(BatchCache, "rewind", rewind)
+
+
+def _fork_without_its_donors_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SequenceCache.fork
+
+    def fork(self: SequenceCache, upto: int) -> SequenceCache | None:
+        copy = original(self, upto)
+        if copy is not None:
+            copy._high = list(copy._filled)
+        return copy
+
+    monkeypatch.setattr(SequenceCache, "fork", fork)
+
+
+def _freed_cells_that_are_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BatchCellCache, "_mark_stale", lambda self, cells: None)
+
+
+def _fork_that_does_not_count_as_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BatchCellCache, "_fork", lambda self, source, upto: source.prefix(upto))
+    monkeypatch.setattr(BatchCellCache, "check_integrity", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mutate"),
+    [
+        ("batched-cell", _declaration_lost_by_a_refused_one),
+        ("batched-sequence", _declaration_that_outlives_a_rewind),
+        ("batched-sequence", _fork_without_its_donors_floor),
+        ("batched-cell", _freed_cells_that_are_not_zeroed),
+        ("batched-cell", _fork_that_does_not_count_as_an_owner),
+    ],
+)
+def test_batch_state_machine_with_a_mutant_fails(kind: str, mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    quick = settings(
+        max_examples=1000,
+        stateful_step_count=30,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+    )
+    with pytest.raises((AssertionError, StepError, KeyError, pytest.fail.Exception)):
+        run_state_machine_as_test(machine_for("eager", kind), settings=quick)
