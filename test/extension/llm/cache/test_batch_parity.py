@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
 from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig, build
 from oracles.arrays import ARRAYS
@@ -21,15 +20,6 @@ LAYERS = (
     LayerConfig(n_kv_heads=1, head_dim=8, v_head_dim=4, window=5),
     LayerConfig(n_kv_heads=1, head_dim=4, v_head_dim=16, window=1),
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Threads only cost time on tensors as small as these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Parity:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import ClassVar
 
 import pytest
-import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,31 +22,13 @@ from executorch_mlx.extension.llm.cache import (
     BatchCache,
     BatchCellCache,
     CacheConfig,
-    LayerConfig,
     SequenceCache,
     StepError,
 )
 from oracles.batch_pair import OTHER_CELLS, BatchPair
+from oracles.cache_strategies import DTYPES, cache_configs
 from oracles.sequence_pair import InjectedError
 
-DTYPES = ("float32", "float16", "bfloat16")
-
-layer_configs = st.builds(
-    LayerConfig,
-    n_kv_heads=st.integers(1, 2),
-    head_dim=st.sampled_from([4, 8]),
-    v_head_dim=st.sampled_from([None, 3, 16]),
-    window=st.none() | st.integers(1, 8),
-)
-cache_configs = st.builds(
-    CacheConfig,
-    capacity=st.integers(1, 40),
-    layers=st.lists(layer_configs, min_size=1, max_size=3),
-    kv_dtype=st.sampled_from(DTYPES),
-    initial_capacity=st.integers(0, 48),
-    max_write=st.none() | st.integers(1, 8),
-    max_seqs=st.none() | st.integers(1, 6),
-)
 # Any order, and any layer may be asked again: taken modulo the number of layers by the rules.
 layer_orders = st.permutations(range(3))
 repeats = st.lists(st.integers(0, 2), max_size=2)
@@ -67,7 +48,7 @@ class BatchMachine(RuleBasedStateMachine):
     pair: BatchPair
 
     @initialize(
-        config=cache_configs,
+        config=cache_configs(40, st.none() | st.integers(1, 6)),
         group=st.integers(1, 3),
         q_dtype=st.sampled_from(("float32", *DTYPES)),
         seed=st.integers(0, 3),
@@ -101,6 +82,12 @@ class BatchMachine(RuleBasedStateMachine):
     def calls(self, order: Sequence[int], again: Sequence[int] = ()) -> list[int]:
         count = len(self.pair.layers)
         return [layer for layer in order if layer < count] + [layer % count for layer in again]
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """Declare a step that is about to begin, and return its positions."""
+        assert self.pair.declare(ids)
+        self.pair.oracle.declared = None
+        return self.pair.oracle.positions(ids)
 
     # -- verbs -------------------------------------------------------------
 
@@ -313,9 +300,7 @@ class BatchMachine(RuleBasedStateMachine):
             lambda: pair.cache.clear(),
             lambda: pair.cache.step().__enter__(),
         ]
-        assert pair.declare(ids)
-        at = pair.oracle.positions(ids)
-        pair.oracle.declared = None
+        at = self.begun(ids)
         with pair.cache.step():
             for layer in pair.layers:
                 with pytest.raises(StepError, match="step"):
@@ -330,9 +315,7 @@ class BatchMachine(RuleBasedStateMachine):
         pair, ids = self.pair, self.admitted(spans)
         if not ids:
             return
-        assert pair.declare(ids)
-        at = pair.oracle.positions(ids)
-        pair.oracle.declared = None
+        at = self.begun(ids)
         with pair.cache.step():
             for current in pair.layers:
                 rows = pair.rows(current, len(ids))
@@ -350,9 +333,7 @@ class BatchMachine(RuleBasedStateMachine):
         pair, ids = self.pair, self.admitted(spans)
         if not ids:
             return
-        assert pair.declare(ids)
-        at = pair.oracle.positions(ids)
-        pair.oracle.declared = None
+        at = self.begun(ids)
         rows, layer = pair.rows(0, len(ids), poisoned=True), layer % len(pair.layers)
         others = pair.rows(layer, len(ids), poisoned=True)
         with suppress(InjectedError), pair.cache.step():
@@ -392,15 +373,6 @@ class BatchMachine(RuleBasedStateMachine):
 
 def machine_for(backend: str, kind: str) -> type[BatchMachine]:
     return type(f"{kind}On{backend}", (BatchMachine,), {"backend": backend, "kind": kind})
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Threads only cost time on tensors as small as these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -41,15 +41,6 @@ from executorch_mlx.extension.llm.cache.sequence import SequenceCache
 from oracles.batch_pair import OTHER_CELLS
 
 Patch = pytest.MonkeyPatch
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Threads only cost time on tensors as small as these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def wrap(patch: Patch, owner: Any, name: str, around: Callable[..., Any]) -> None:

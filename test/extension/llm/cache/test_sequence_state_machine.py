@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -24,31 +23,14 @@ from executorch_mlx.extension.llm.cache import (
     CacheConfig,
     CacheError,
     CacheFullError,
-    LayerConfig,
     LayerPlan,
     StepError,
 )
 from executorch_mlx.extension.llm.cache.policies import RingPolicy
 from executorch_mlx.extension.llm.cache.sequence import SequenceCache
+from oracles.cache_strategies import DTYPES, cache_configs
 from oracles.sequence_pair import InjectedError, Rows, SequencePair
 
-DTYPES = ("float32", "float16", "bfloat16")
-
-layer_configs = st.builds(
-    LayerConfig,
-    n_kv_heads=st.integers(1, 2),
-    head_dim=st.sampled_from([4, 8]),
-    v_head_dim=st.sampled_from([None, 3, 16]),
-    window=st.none() | st.integers(1, 8),
-)
-cache_configs = st.builds(
-    CacheConfig,
-    capacity=st.integers(1, 24),
-    layers=st.lists(layer_configs, min_size=1, max_size=3),
-    kv_dtype=st.sampled_from(DTYPES),
-    initial_capacity=st.integers(0, 32),
-    max_write=st.none() | st.integers(1, 8),
-)
 # Any order, and any layer may be asked again: taken modulo the number of layers by the rules.
 layer_orders = st.permutations(range(3))
 repeats = st.lists(st.integers(0, 2), max_size=2)
@@ -62,7 +44,7 @@ class SequenceMachine(RuleBasedStateMachine):
     pair: SequencePair
 
     @initialize(
-        config=cache_configs,
+        config=cache_configs(24, st.none()),
         group=st.integers(1, 3),
         q_dtype=st.sampled_from(("float32", *DTYPES)),
         seed=st.integers(0, 3),
@@ -279,15 +261,6 @@ class SequenceMachine(RuleBasedStateMachine):
 
 def machine_for(backend: str) -> type[SequenceMachine]:
     return type(f"SequenceMachineOn{backend}", (SequenceMachine,), {"backend": backend})
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Threads only cost time on tensors as small as these."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("backend", ["eager", "MLXBackend"])
