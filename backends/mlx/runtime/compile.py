@@ -24,7 +24,7 @@ class CompiledProgram:
     """A delegate's graph as a function of its inputs.
 
     Calling it builds MLX's lazy graph and evaluates nothing but what the program itself reads (positions, sizes from
-    data): evaluate the outputs and the cache's ``pending`` arrays together.
+    data): evaluate the outputs and what the cache's ``release()`` returns together.
 
     Attributes:
         graph: the program.
