@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "executorch_mlx"
-CACHE, MLX, LLM = f"{PACKAGE}.extension.llm.cache", f"{PACKAGE}.backends.mlx", f"{PACKAGE}.examples.llm"
+CACHE, ENGINE = f"{PACKAGE}.extension.llm.cache", f"{PACKAGE}.extension.llm.engine"
+MLX, LLM = f"{PACKAGE}.backends.mlx", f"{PACKAGE}.examples.llm"
 STANDARD_LIBRARY = set(sys.stdlib_module_names)
 
 # A package or module -> what it may import besides itself and the standard library. Longer names win.
@@ -19,6 +20,7 @@ RULES: dict[str, set[str]] = {
     CACHE: set(),
     f"{CACHE}.op": {CACHE, "torch"},
     f"{CACHE}.reference": {CACHE, "torch"},
+    ENGINE: {CACHE, "numpy"},
     MLX: {MLX},
     f"{MLX}.identity": set(),
     f"{MLX}.graph": {"torch"},
@@ -51,7 +53,7 @@ RULES: dict[str, set[str]] = {
     f"{MLX}.runtime": {f"{MLX}.identity", f"{MLX}.program", CACHE, "executorch", "flatbuffers", "mlx", "numpy"},
     f"{MLX}.runtime.blas": {f"{MLX}.runtime", "mlx", "scipy_openblas32"},
     f"{MLX}.runtime.loader": {f"{MLX}.runtime", f"{MLX}.identity", f"{MLX}.program", "executorch", "torch"},
-    LLM: {CACHE, MLX, "executorch", "jinja2", "numpy", "rich", "tokenizers", "torch", "transformers"},
+    LLM: {CACHE, ENGINE, MLX, "executorch", "jinja2", "numpy", "rich", "tokenizers", "torch", "transformers"},
 }
 
 

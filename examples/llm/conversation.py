@@ -7,8 +7,8 @@ from itertools import takewhile
 
 from executorch_mlx.extension.llm.cache import CacheLostError, CacheSession
 
-from .generation import GREEDY, Generation, LanguageModel
-from .sampling import Sampling
+from .generation import Generation, LanguageModel
+from executorch_mlx.extension.llm.engine import GREEDY, Sampling
 from .tokenizer import Message, Tokenizer
 
 

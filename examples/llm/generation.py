@@ -13,9 +13,7 @@ import torch
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, load_program
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, build, layers_from_constants
 
-from .sampling import Sampler, Sampling
-
-GREEDY = Sampling()
+from executorch_mlx.extension.llm.engine import GREEDY, Sampler, Sampling
 
 OnToken = Callable[[int], None]
 
@@ -60,6 +58,7 @@ class LanguageModel:
         layers: the caches that it needs, by layer id.
         max_context: the longest sequence.
         max_step: the most tokens of one step.
+        vocab_size: tokens are from 0 on, below it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,44 +69,66 @@ class LanguageModel:
             ValueError: no program of a language model.
         """
         self._program = load_program(path)
+        self._greedy_method = "forward_greedy" if "forward_greedy" in self._program.method_names else "forward"
         constants = self._program.constants()
-        wanted = ("get_kv_heads", "get_head_dims", "get_windows", "get_prefill_chunk_size", "get_max_ctx_len")
+        wanted = ("get_kv_heads", "get_head_dims", "get_windows")
+        wanted += ("get_prefill_chunk_size", "get_max_ctx_len", "get_vocab_size")
         missing = [name for name in wanted if name not in constants]
         if missing:
             raise ValueError(f"{path} is no language model exported by export_llm: it lacks {', '.join(missing)}")
         self.layers = tuple(layers_from_constants(constants))
         self.max_context = int(constants["get_max_ctx_len"])
         self.max_step = int(constants["get_prefill_chunk_size"])
+        self.vocab_size = int(constants["get_vocab_size"])
 
-    def new_cache(self, capacity: int, kv_dtype: str = "float32", *, rings: bool = True) -> Any:
-        """Build a cache for one sequence.
+    def new_cache(
+        self,
+        capacity: int,
+        kv_dtype: str = "float32",
+        *,
+        kind: str = "sequence",
+        max_seqs: int | None = None,
+        rings: bool = True,
+    ) -> Any:
+        """Build a cache.
 
         Args:
-            capacity: the most tokens of the sequence.
+            capacity: the most tokens that it holds.
             kv_dtype: "float32", "float16" or "bfloat16".
+            kind: "sequence" for one sequence, "batched" and its like for many.
+            max_seqs: the most sequences that live at once (batched kinds); None leaves it to the kind.
             rings: keep of a layer with a sliding window the window only; False keeps all, so that any rewind works.
+
+        Raises:
+            ValueError: a number out of range.
+            LookupError: an unknown kind.
         """
         # A ring that takes a whole sequence in one step keeps the whole sequence.
         max_write = self.max_step if rings else capacity
-        config = CacheConfig(capacity=capacity, layers=self.layers, kv_dtype=kv_dtype, max_write=max_write)
-        return build(UPSTREAM_BACKEND_ID, "sequence", config)
+        config = CacheConfig(capacity, self.layers, kv_dtype, max_write=max_write, max_seqs=max_seqs)
+        return build(UPSTREAM_BACKEND_ID, kind, config)
 
-    def step(self, tokens: Sequence[int], start: int, rows: Sequence[int]) -> torch.Tensor:
-        """Run one step of the active session's sequence.
+    def prepare(self, *, greedy: bool) -> None:
+        """Load the method behind ``step_greedy`` or ``step`` now rather than at its first use."""
+        self._program.load_method(self._greedy_method if greedy else "forward")
+
+    def step(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        """Run one step with the active session's cache.
 
         Args:
-            tokens: at most ``max_step``.
-            start: position of the first one.
-            rows: which tokens' logits are wanted.
+            tokens: at most ``max_step``, of one sequence or, flat, of several.
+            positions: each token's position in its sequence.
+            rows: which tokens' logits are wanted, one or more.
 
         Returns:
             float32 [rows, vocabulary].
         """
-        return self._run("forward", tokens, start, rows)
+        return self._run("forward", tokens, positions, rows)
 
-    def step_greedy(self, tokens: Sequence[int], start: int, rows: Sequence[int]) -> list[int]:
+    def step_greedy(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> list[int]:
         """Run one step, as ``step`` does; return the likeliest token that follows each row's."""
-        likeliest: list[int] = self._run("forward_greedy", tokens, start, rows).tolist()
+        out = self._run(self._greedy_method, tokens, positions, rows)
+        likeliest: list[int] = (out.argmax(-1) if out.ndim == 2 else out).tolist()
         return likeliest
 
     def generate(
@@ -144,13 +165,20 @@ class LanguageModel:
             )
         # The last new token is never fed back, so that it needs no room.
         budget = min(max_new_tokens, room - len(prompt) + 1)
-        method, choose = self._chooser(sampling)
+        self.prepare(greedy=sampling.is_greedy)
+        advance = self.step_greedy if sampling.is_greedy else self.step
+        sampler = Sampler(sampling)
+
+        def choose(tokens: Sequence[int], start: int) -> int:
+            (row,) = advance(tokens, _from(start, tokens), [len(tokens) - 1])
+            return row if isinstance(row, int) else sampler.choose(row.numpy())
+
         result = Generation(prompt_tokens=len(prompt))
         began = time.perf_counter()
         try:
             chunks = [prompt[at : at + self.max_step] for at in range(0, len(prompt), self.max_step)]
             for chunk in chunks[:-1]:
-                self._run(method, chunk, cache.position, [0])
+                advance(chunk, _from(cache.position, chunk), [0])
             token = choose(chunks[-1], cache.position)
             result.prefill_s = time.perf_counter() - began
             while token not in stop_ids:
@@ -169,18 +197,11 @@ class LanguageModel:
         result.decode_s = total - result.prefill_s
         return result
 
-    def _chooser(self, sampling: Sampling) -> tuple[str, Callable[[Sequence[int], int], int]]:
-        """Return a method, loaded, and a function that feeds it tokens from a position on and chooses the next."""
-        if sampling.is_greedy and "forward_greedy" in self._program.method_names:
-            self._program.load_method("forward_greedy")
-            return "forward_greedy", lambda tokens, start: self.step_greedy(tokens, start, [len(tokens) - 1])[0]
-        self._program.load_method("forward")
-        sampler = Sampler(sampling)
-        return "forward", lambda tokens, start: sampler.choose(self.step(tokens, start, [len(tokens) - 1])[0].numpy())
-
-    def _run(self, method: str, tokens: Sequence[int], start: int, rows: Sequence[int]) -> torch.Tensor:
-        ids = torch.tensor([list(tokens)])
-        position = torch.arange(start, start + len(tokens))
-        outputs = self._program.load_method(method).execute([ids, position, torch.tensor(list(rows))])
-        result: torch.Tensor = outputs[0][0]
+    def _run(self, method: str, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        inputs = [torch.tensor([list(tokens)]), torch.tensor(list(positions)), torch.tensor(list(rows))]
+        result: torch.Tensor = self._program.load_method(method).execute(inputs)[0][0]
         return result
+
+
+def _from(start: int, tokens: Sequence[int]) -> range:
+    return range(start, start + len(tokens))

@@ -18,7 +18,7 @@ from .conversation import Conversation
 from .folder import MODEL_FILE
 from .generation import Generation, LanguageModel
 from .interactive import converse
-from .sampling import Sampling
+from executorch_mlx.extension.llm.engine import Sampling
 from .tokenizer import TextStream, Tokenizer
 
 

@@ -46,7 +46,7 @@ def greedy(folder: Path) -> Step:
 
     def step(tokens: list[int], start: int) -> int:
         session.control.rewind(start)
-        token: int = model.step_greedy(tokens, start, [len(tokens) - 1])[0]
+        token: int = model.step_greedy(tokens, range(start, start + len(tokens)), [len(tokens) - 1])[0]
         return token
 
     return step
@@ -57,7 +57,7 @@ def logits(folder: Path) -> Step:
 
     def step(tokens: list[int], start: int) -> int:
         session.control.rewind(start)
-        return int(model.step(tokens, start, [len(tokens) - 1])[0].argmax())
+        return int(model.step(tokens, range(start, start + len(tokens)), [len(tokens) - 1])[0].argmax())
 
     return step
 

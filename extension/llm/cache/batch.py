@@ -120,7 +120,7 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
         tokens = Counter(map(_plain, seq_ids))
         if not tokens:
             raise ValueError("a step needs one sequence id per token, got none")
-        if self._lost is not None or not tokens.keys() <= self._live.keys():
+        if self.is_lost or not tokens.keys() <= self._live.keys():
             return False
         return tokens.total() <= self.free and (self.max_step is None or max(tokens.values()) <= self.max_step)
 

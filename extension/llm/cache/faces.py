@@ -24,6 +24,11 @@ class CacheControl(ABC):
     def max_step(self) -> int | None:
         """The most tokens of one sequence in one step, or None where only the capacity bounds it."""
 
+    @property
+    @abstractmethod
+    def is_lost(self) -> bool:
+        """Whether the device failed while it computed the cache's bytes, so that only ``clear()`` helps."""
+
     @abstractmethod
     def clear(self) -> None:
         """End all sequences; makes a cache that has lost its bytes usable again.

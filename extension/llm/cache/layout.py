@@ -72,6 +72,11 @@ class CacheLayout(CacheControl, Generic[PlanT]):
         """Whether a step is open."""
         return self._step is not None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether only ``clear()`` makes the cache usable again."""
+        return self._lost is not None
+
     def mark_lost(self, reason: str) -> None:
         """Refuse further steps until ``clear()``: a failed evaluation has left the pools undefined."""
         self._lost = reason
@@ -252,7 +257,7 @@ class CacheLayout(CacheControl, Generic[PlanT]):
     # -- inside ------------------------------------------------------------
 
     def _check_not_lost(self) -> None:
-        if self._lost is not None:
+        if self.is_lost:
             raise CacheLostError(f"the cache's bytes were lost ({self._lost}): call clear() and start again")
 
     def _check_outside_step(self, verb: str) -> None:

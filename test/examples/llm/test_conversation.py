@@ -13,7 +13,7 @@ import torch
 from executorch_mlx.examples.llm.conversation import Conversation
 from executorch_mlx.examples.llm.folder import MODEL_FILE
 from executorch_mlx.examples.llm.generation import LanguageModel
-from executorch_mlx.examples.llm.sampling import Sampling
+from executorch_mlx.extension.llm.engine import Sampling
 from executorch_mlx.examples.llm.tokenizer import Message, Tokenizer
 from executorch_mlx.extension.llm.cache import CacheLostError, CacheSession
 

@@ -15,7 +15,7 @@ from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.examples.llm.export import export_model
 from executorch_mlx.examples.llm.folder import MODEL_FILE
 from executorch_mlx.examples.llm.generation import LanguageModel
-from executorch_mlx.examples.llm.sampling import Sampling
+from executorch_mlx.extension.llm.engine import Sampling
 from executorch_mlx.examples.llm.tokenizer import Tokenizer
 from executorch_mlx.extension.llm.cache import CacheFullError, CacheSession
 
@@ -42,7 +42,7 @@ def stepped_logits(model: LanguageModel, ids: list[int], sizes: list[int], capac
     with CacheSession(model.new_cache(capacity)):
         outputs, start = [], 0
         for size in sizes + [1] * (len(ids) - sum(sizes)):
-            outputs.append(model.step(ids[start : start + size], start, range(size)))
+            outputs.append(model.step(ids[start : start + size], range(start, start + size), range(size)))
             start += size
     return torch.cat(outputs)
 
@@ -73,7 +73,7 @@ def test_sliding_window_cache_holds_the_window_only(windowed: Any, small_ids: li
     cache = model.new_cache(96)
     with CacheSession(cache):
         for start in range(0, 90, 5):
-            model.step(small_ids[start : start + 5], start, [0])
+            model.step(small_ids[start : start + 5], range(start, start + 5), [0])
     # Two layers, keys and values, 2 heads of 8 floats, window 8 and steps of up to 5: 12 slots.
     assert cache.pool_bytes == 2 * 2 * 2 * 8 * 4 * (8 + 5 - 1)
 
@@ -81,16 +81,16 @@ def test_sliding_window_cache_holds_the_window_only(windowed: Any, small_ids: li
 def test_rows_not_asked_for_are_not_computed_and_any_order_may_be_asked(tiny: Any, small_ids: list[int]) -> None:
     model = LanguageModel(tiny.folder / MODEL_FILE)
     with CacheSession(model.new_cache(32)):
-        all_rows = model.step(small_ids[:10], 0, range(10))
+        all_rows = model.step(small_ids[:10], range(10), range(10))
     with CacheSession(model.new_cache(32)):
-        some = model.step(small_ids[:10], 0, [9, 0, 4])
+        some = model.step(small_ids[:10], range(10), [9, 0, 4])
     torch.testing.assert_close(some, all_rows[[9, 0, 4]])
 
 
 def test_greedy_step_gives_the_likeliest_token_of_each_row(tiny: Any, small_ids: list[int]) -> None:
     model = LanguageModel(tiny.folder / MODEL_FILE)
     with CacheSession(model.new_cache(32)):
-        greedy = model.step_greedy(small_ids[:10], 0, [9, 0, 4])
+        greedy = model.step_greedy(small_ids[:10], range(10), [9, 0, 4])
     assert greedy == reference_logits(tiny.model, small_ids[:10]).argmax(-1)[[9, 0, 4]].tolist()
 
 
@@ -152,18 +152,18 @@ def test_prompt_longer_than_the_cache_is_refused_before_anything_changed(tiny: A
 def test_full_cache_is_refused_and_can_be_rewound(tiny: Any, small_ids: list[int]) -> None:
     model = LanguageModel(tiny.folder / MODEL_FILE)
     with CacheSession(model.new_cache(16)) as session:
-        model.step(small_ids[:16], 0, [0])
+        model.step(small_ids[:16], range(16), [0])
         with pytest.raises(CacheFullError, match="holds 16 of 16 tokens"):
-            model.step([1], 16, [0])
+            model.step([1], [16], [0])
         assert session.control.rewind(15)
-        logits = model.step([small_ids[15]], 15, [0])[0]
+        logits = model.step([small_ids[15]], [15], [0])[0]
     torch.testing.assert_close(logits, reference_logits(tiny.model, small_ids[:16])[-1], rtol=1e-4, atol=1e-4)
 
 
 def test_step_longer_than_the_program_allows_is_an_error_that_says_so(tiny: Any) -> None:
     model = LanguageModel(tiny.folder / MODEL_FILE)
     with CacheSession(model.new_cache(32)), pytest.raises(ValueError, match="exceeds the program's bound"):
-        model.step(list(range(1, 18)), 0, [0])
+        model.step(list(range(1, 18)), range(17), [0])
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [([1, 300], [0]), ([10**12], [0]), ([1, 2], [2]), ([-301], [0])])
@@ -173,14 +173,14 @@ def test_token_or_row_out_of_range_is_an_error_and_changes_nothing(
     model = LanguageModel(tiny.folder / MODEL_FILE)
     with CacheSession(model.new_cache(8)) as session:
         with pytest.raises(IndexError, match="index outside"):
-            model.step(tokens, 0, rows)
+            model.step(tokens, range(len(tokens)), rows)
         assert session.control.position == 0
 
 
 def test_program_without_a_session_is_an_error_that_says_so(tiny: Any) -> None:
     model = LanguageModel(tiny.folder / MODEL_FILE)
     with pytest.raises(LookupError, match="no session is active"):
-        model.step([1], 0, [0])
+        model.step([1], [0], [0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -192,7 +192,7 @@ def test_exported_half_precision_is_as_close_to_float32_as_eager_is(
     assert report.num_delegates == 1
     model = LanguageModel(report.path)
     with CacheSession(model.new_cache(32, str(dtype).removeprefix("torch."))):
-        got = model.step(small_ids[:16], 0, range(16))
+        got = model.step(small_ids[:16], range(16), range(16))
     exact = reference_logits(tiny.model, small_ids[:16])
     eager_error = (reference_logits(half, small_ids[:16]).float() - exact).abs().mean()
     assert (got - exact).abs().mean() < 1.5 * eager_error
@@ -202,7 +202,7 @@ def test_exported_half_precision_is_as_close_to_float32_as_eager_is(
 def test_half_precision_cache_stays_close(tiny: Any, small_ids: list[int], kv_dtype: str) -> None:
     model = LanguageModel(tiny.folder / MODEL_FILE)
     with CacheSession(model.new_cache(32, kv_dtype)):
-        logits = model.step(small_ids[:16], 0, [15])[0]
+        logits = model.step(small_ids[:16], range(16), [15])[0]
     expected = reference_logits(tiny.model, small_ids[:16])[-1]
     assert (logits - expected).abs().max() < 0.1 * expected.abs().max()
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from executorch_mlx.examples.llm.sampling import Sampler, Sampling
+from executorch_mlx.extension.llm.engine import Sampler, Sampling
 
 DRAWS = 20_000
 

@@ -44,12 +44,21 @@ class Sampling:
         return self.temperature == 0
 
 
+GREEDY = Sampling()
+"""Take the likeliest token each time."""
+
+
 class Sampler:
     """Draws tokens; each draw takes one number from the sampler's own generator, whatever else runs beside it."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self._random = np.random.default_rng(sampling.seed)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self._sampling.is_greedy
 
     def choose(self, logits: npt.ArrayLike) -> int:
         """Return a token.

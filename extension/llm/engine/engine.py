@@ -1,0 +1,396 @@
+"""Continuous batching: every step is one flat forward over the tokens of all running sequences."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from executorch_mlx.extension.llm.cache import BatchControl, CacheSession
+
+from .request import Completion, Request
+from .sampling import Sampler
+from .scheduler import Chunk, Job, Scheduler
+from .text import AnswerText, Detokenizer
+
+WHEN_FULL = ("preempt", "refuse")
+
+
+class Model(Protocol):
+    """A language model whose attention uses the active session's cache.
+
+    Attributes:
+        max_context: the longest sequence.
+        max_step: the most tokens of one step.
+        vocab_size: tokens are from 0 on, below it.
+    """
+
+    max_context: int
+    max_step: int
+    vocab_size: int
+
+    def step(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> Any:
+        """Run one step; return the logits of the wanted rows, an array [rows, vocabulary] that numpy can read."""
+
+    def step_greedy(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> list[int]:
+        """Run one step; return the likeliest next token of each wanted row."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step has brought for one answer.
+
+    Attributes:
+        completion: the answer.
+        token: a new token, or None where it ended without one.
+        text: text that is certain now.
+        finish_reason: why this is its last update; None where it is not.
+    """
+
+    completion: Completion
+    token: int | None
+    text: str
+    finish_reason: str | None = None
+
+
+@dataclass
+class Statistics:
+    """What an engine has done.
+
+    Attributes:
+        steps: forwards.
+        prefill_tokens: tokens computed of prompts, and again of preempted sequences.
+        shared_tokens: tokens of prompts that did not have to be computed, since another sequence had done so.
+        new_tokens: tokens generated, stop tokens included.
+        prefill_s: seconds of the steps that carried any prefill tokens.
+        decode_steps, decode_tokens, decode_s: steps that carried none, the tokens they generated, and their seconds.
+        preemptions: sequences that gave their room to older ones.
+        most_running: the most sequences of a step.
+        most_held: the most tokens that the cache held.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+    preemptions: int = 0
+    most_running: int = 0
+    most_held: int = 0
+
+    def summary(self) -> dict[str, float]:
+        """Return the figures, and rates in tokens per second."""
+        seconds = self.prefill_s + self.decode_s
+        rates = {
+            "prefill_tokens_per_s": (self.prefill_tokens, self.prefill_s),
+            "decode_tokens_per_s": (self.decode_tokens, self.decode_s),
+            "new_tokens_per_s": (self.new_tokens, seconds),
+        }
+        return {
+            **{name: round(value, 4) for name, value in vars(self).items()},
+            **{name: round(tokens / over, 2) if over else 0.0 for name, (tokens, over) in rates.items()},
+        }
+
+
+@dataclass(eq=False)
+class _Answer:
+    """What the engine knows of an answer under way."""
+
+    completion: Completion
+    job: Job
+    sampler: Sampler
+    text: AnswerText
+    budget: int
+
+
+class Engine:
+    """Answers requests, many in each step.
+
+    ``submit`` and ``cancel`` may be called from any thread, at any moment; they take effect when the next step begins.
+    ``step`` may, too, and calls take turns. A step that raises has changed nothing but what it had freed or ended before,
+    which the next one reports: call it again, or cancel.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: BatchControl,
+        *,
+        tokenizer: Detokenizer | None = None,
+        step_tokens: int | None = None,
+        when_full: str = "preempt",
+    ) -> None:
+        """Begin with nothing to do.
+
+        Args:
+            model: computes the steps.
+            cache: an empty cache with the model's layers; nothing else may use it.
+            tokenizer: gives answers their text; None leaves it empty.
+            step_tokens: the most tokens of a step, None for the model's own limit. Fewer make the steps in which prompts
+                arrive shorter. At most so many sequences run at once.
+            when_full: what becomes of the newest sequence when the cache is full: "preempt" computes it again later,
+                "refuse" ends it.
+
+        Raises:
+            ValueError: an unknown policy, or a step size out of range.
+        """
+        most = model.max_step
+        step_tokens = most if step_tokens is None else step_tokens
+        if not 1 <= step_tokens <= most:
+            raise ValueError(f"step_tokens: expected 1 to {most}, the model's limit, got {step_tokens}")
+        if when_full not in WHEN_FULL:
+            raise ValueError(f"when_full: expected one of {', '.join(WHEN_FULL)}, got {when_full!r}")
+        self.statistics = Statistics()
+        self._model = model
+        self._cache = cache
+        self._tokenizer = tokenizer
+        self._refuses = when_full == "refuse"
+        self._scheduler = Scheduler(cache, step_tokens)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._inbox: deque[_Answer | Job] = deque()
+        self._answers: dict[Job, _Answer] = {}
+        self._updates: list[Update] = []
+
+    # -- requests ----------------------------------------------------------
+
+    def submit(self, request: Request) -> tuple[Completion, ...]:
+        """Take a request; return its answers, one per sample, which the next steps fill.
+
+        Raises:
+            ValueError: it can never be answered: the prompt is longer than the model's context or the cache, a token
+                lies outside the vocabulary, or there are stop strings and no tokenizer.
+        """
+        room = self._check_prompt(request.prompt)
+        if request.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: give the engine one")
+        # The last new token is never fed back, so that it needs no room.
+        budget = min(request.max_new_tokens, room - len(request.prompt) + 1)
+        answers = []
+        for sample in range(request.n):
+            job = Job((1, next(self._numbers)), list(request.prompt), len(request.prompt) + budget - 1)
+            sampler = Sampler(request.sampling_of(sample))
+            text = AnswerText(self._tokenizer, request.stop)
+            answers.append(_Answer(Completion(request, sample), job, sampler, text, budget))
+        self._inbox.extend(answers)
+        return tuple(answer.completion for answer in answers)
+
+    def keep(self, prefix: Sequence[int]) -> None:
+        """Compute a common beginning of prompts once, and keep it in the cache for all requests that begin with it.
+
+        Running sequences share their beginnings without being asked to; a prefix outlives them. It takes part of the
+        cache's capacity, and is given up where a single sequence needs that.
+
+        Raises:
+            ValueError: it is empty, too long, or a token lies outside the vocabulary.
+        """
+        tokens = list(prefix)
+        if not tokens:
+            raise ValueError("the prefix has no tokens")
+        self._check_prompt(tokens)
+        self._inbox.append(Job((0, next(self._numbers)), tokens, len(tokens), is_prefix=True))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._inbox or self._updates or self._scheduler.waiting or self._scheduler.running)
+
+    def close(self) -> None:
+        """Cancel everything and free the cache; the engine may be used again."""
+        with self._lock:
+            self._receive()
+            for answer in list(self._answers.values()):
+                self._finish(answer, "cancelled")
+            self._scheduler.clear()
+            self._updates = []
+
+    # -- steps -------------------------------------------------------------
+
+    def run(self) -> Iterator[Update]:
+        """Step until nothing is left to do; yield what comes."""
+        while self.has_work:
+            yield from self.step()
+
+    def step(self) -> list[Update]:
+        """Run one forward; return what it has brought, and what ended before it.
+
+        Raises:
+            CacheFullError: something else uses the engine's cache.
+            Exception: whatever the model's step raises.
+        """
+        with self._lock:
+            self._receive()
+            for answer in list(self._answers.values()):
+                if answer.completion.is_cancelled:
+                    self._finish(answer, "cancelled")
+            plan = self._scheduler.plan()
+            for job in plan.begun:
+                self._note_begun(job)
+            for job in plan.preempted:
+                self._note_preempted(job)
+            if plan.chunks:
+                self._forward(plan.chunks)
+            updates, self._updates = self._updates, []
+            return updates
+
+    def _receive(self) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, _Answer):
+                self._answers[item.job] = item
+                self._scheduler.add(item.job)
+            elif all(item.tokens != job.tokens for job in self._prefixes()):
+                self._scheduler.add(item)
+
+    def _prefixes(self) -> list[Job]:
+        scheduler = self._scheduler
+        return [job for job in (*scheduler.kept, *scheduler.running, *scheduler.waiting) if job.is_prefix]
+
+    def _forward(self, chunks: Sequence[Chunk]) -> None:
+        began = time.perf_counter()
+        chosen = self._compute(chunks)
+        self._count(chunks, len(chosen), time.perf_counter() - began)
+        self._scheduler.commit(chunks)
+        for answer, token in chosen:
+            self._accept(answer, token)
+
+    def _compute(self, chunks: Sequence[Chunk]) -> list[tuple[_Answer, int | ValueError]]:
+        """Run a step; return each answer whose next token is due, with the token or with why there is none."""
+        tokens, positions, seq_ids, rows, due = [], [], [], [], []
+        for chunk in chunks:
+            tokens += chunk.tokens
+            positions += chunk.positions
+            seq_ids += [chunk.job.seq_id] * chunk.size
+            if chunk.is_last and not chunk.job.is_prefix:
+                rows.append(len(tokens) - 1)
+                due.append(self._answers[chunk.job])
+        if not self._cache.declare_step(seq_ids):
+            raise RuntimeError("the cache refused a step that it could have taken: something else has changed it")
+        is_greedy = all(answer.sampler.is_greedy for answer in due)
+        run = self._model.step_greedy if is_greedy else self._model.step
+        with CacheSession(self._cache):
+            # A step has one row at least.
+            outputs = run(tokens, positions, rows or [0])
+        if is_greedy:
+            return list(zip(due, outputs if rows else [], strict=True))
+        return [(answer, _choose(answer, logits)) for answer, logits in zip(due, np.asarray(outputs), strict=True)]
+
+    def _num_prefill(self, chunk: Chunk) -> int:
+        """Return how many of a chunk's tokens were not just generated."""
+        is_generated = chunk.is_last and chunk.job in self._answers and bool(self._answers[chunk.job].completion.tokens)
+        return chunk.size - is_generated
+
+    # -- answers -----------------------------------------------------------
+
+    def _accept(self, answer: _Answer, token: int | ValueError) -> None:
+        """Add a token to an answer, which it may end."""
+        completion = answer.completion
+        if completion.is_cancelled:
+            self._finish(answer, "cancelled")
+            return
+        if isinstance(token, ValueError):
+            self._finish(answer, "error", error=str(token))
+            return
+        if completion.first_token is None:
+            completion.first_token = time.perf_counter()
+        if token in completion.request.stop_ids:
+            self._finish(answer, "stop")
+            return
+        completion.tokens.append(token)
+        answer.job.tokens.append(token)
+        text, is_stopped = answer.text.push(token)
+        completion.text += text
+        if is_stopped:
+            self._finish(answer, "stop", token, text, is_cut=True)
+        elif len(completion.tokens) >= answer.budget:
+            self._finish(answer, "length", token, text)
+        else:
+            self._updates.append(Update(completion, token, text))
+
+    def _finish(
+        self,
+        answer: _Answer,
+        reason: str,
+        token: int | None = None,
+        text: str = "",
+        *,
+        error: str | None = None,
+        is_cut: bool = False,
+    ) -> None:
+        """End an answer and free its sequence."""
+        completion = answer.completion
+        rest = "" if is_cut else answer.text.finish(completion.tokens)
+        self._scheduler.remove(answer.job)
+        del self._answers[answer.job]
+        completion.text += rest
+        completion.error = error
+        completion.finished = time.perf_counter()
+        completion.finish_reason = reason
+        self._updates.append(Update(completion, token, text + rest, reason))
+
+    def _note_begun(self, job: Job) -> None:
+        self.statistics.shared_tokens += job.position
+        if job in self._answers:
+            completion = self._answers[job].completion
+            completion.started = completion.started or time.perf_counter()
+            completion.shared_tokens = max(completion.shared_tokens, min(job.position, len(completion.request.prompt)))
+
+    def _note_preempted(self, job: Job) -> None:
+        if job not in self._answers:
+            return
+        answer = self._answers[job]
+        if self._refuses:
+            self._finish(
+                answer,
+                "refused",
+                error=f"the cache of {self._cache.capacity} tokens was full: raise its capacity, or ask for less at once",
+            )
+        else:
+            answer.completion.preemptions += 1
+            self.statistics.preemptions += 1
+
+    # -- inside ------------------------------------------------------------
+
+    def _check_prompt(self, tokens: Sequence[int]) -> int:
+        """Raise ValueError for tokens that can never be computed; return the longest sequence there can be."""
+        room = min(self._model.max_context, self._cache.capacity)
+        if len(tokens) > room:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens and there is room for {room}: shorten it, or raise the cache's"
+                f" capacity of {self._cache.capacity} (the model's context is {self._model.max_context})"
+            )
+        wrong = [token for token in tokens if not 0 <= token < self._model.vocab_size]
+        if wrong:
+            raise ValueError(f"token {wrong[0]}: the model's vocabulary has 0 to {self._model.vocab_size - 1}")
+        return room
+
+    def _count(self, chunks: Sequence[Chunk], num_new: int, seconds: float) -> None:
+        statistics = self.statistics
+        num_prefill = sum(self._num_prefill(chunk) for chunk in chunks)
+        statistics.steps += 1
+        statistics.prefill_tokens += num_prefill
+        statistics.new_tokens += num_new
+        statistics.most_running = max(statistics.most_running, len(chunks))
+        statistics.most_held = max(statistics.most_held, self._cache.capacity - self._cache.free)
+        if num_prefill:
+            statistics.prefill_s += seconds
+        else:
+            statistics.decode_steps += 1
+            statistics.decode_tokens += num_new
+            statistics.decode_s += seconds
+
+
+def _choose(answer: _Answer, logits: Any) -> int | ValueError:
+    try:
+        return answer.sampler.choose(logits)
+    except ValueError as error:
+        return error

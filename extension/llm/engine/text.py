@@ -1,0 +1,75 @@
+"""An answer's text as its tokens come, and the strings that end it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class TextStream(Protocol):
+    """Turns one answer's tokens into text as they come."""
+
+    def push(self, token: int) -> str:
+        """Return the text that a token completes, which may be none."""
+
+
+class Detokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def stream(self) -> TextStream:
+        """Return a decoder for one answer."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens."""
+
+
+class AnswerText:
+    """One answer's text. What may be the beginning of a stop string is held back until it is certain.
+
+    Attributes:
+        text: what has been given out.
+    """
+
+    def __init__(self, tokenizer: Detokenizer | None, stop: Sequence[str] = ()) -> None:
+        """Begin an empty text; without a tokenizer it stays empty.
+
+        Args:
+            tokenizer: decodes the tokens.
+            stop: strings that end the answer; none of them empty.
+        """
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._stream = tokenizer.stream() if tokenizer is not None else None
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """Add a token; return the text that is certain now, and whether a stop string ended the answer before it."""
+        if self._stream is None:
+            return "", False
+        self._held += self._stream.push(token)
+        ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        return self._give(min(ends) if ends else len(self._held) - self._uncertain()), bool(ends)
+
+    def finish(self, tokens: list[int]) -> str:
+        """End an answer that no stop string has ended; return the rest of its text."""
+        if self._tokenizer is None:
+            return ""
+        # The whole text also shows a character whose last bytes never came.
+        whole = self._tokenizer.decode(tokens)
+        if whole.startswith(self.text):
+            self._held = whole[len(self.text) :]
+        return self._give(len(self._held))
+
+    def _uncertain(self) -> int:
+        """Return how many last characters may be the beginning of a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+    def _give(self, length: int) -> str:
+        given, self._held = self._held[:length], self._held[length:]
+        self.text += given
+        return given
