@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from executorch_mlx.extension.llm.cache import CacheLostError, CacheSession
+from executorch_mlx.extension.llm.engine import GREEDY, Sampling
 
 from .generation import Generation, LanguageModel
-from executorch_mlx.extension.llm.engine import GREEDY, Sampling
 from .tokenizer import Message, Tokenizer
 
 

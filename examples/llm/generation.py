@@ -12,7 +12,6 @@ import torch
 
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, load_program
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, build, layers_from_constants
-
 from executorch_mlx.extension.llm.engine import GREEDY, Sampler, Sampling
 
 OnToken = Callable[[int], None]

@@ -12,13 +12,13 @@ from typing import Any
 from executorch_mlx.backends.mlx import backend_info
 from executorch_mlx.extension.llm.cache import CacheSession
 from executorch_mlx.extension.llm.cache.config import KV_DTYPES
+from executorch_mlx.extension.llm.engine import Sampling
 
 from . import command
 from .conversation import Conversation
 from .folder import MODEL_FILE
 from .generation import Generation, LanguageModel
 from .interactive import converse
-from executorch_mlx.extension.llm.engine import Sampling
 from .tokenizer import TextStream, Tokenizer
 
 

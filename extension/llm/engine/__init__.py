@@ -5,21 +5,22 @@ The package needs numpy and the cache core only. What computes is a ``Model``: a
 """
 
 from .aio import AsyncEngine
-from .engine import Engine, Model, Statistics, Update
+from .engine import Engine, Model, Update
 from .request import Completion, Request
 from .sampling import GREEDY, Sampler, Sampling
+from .statistics import Statistics
 from .text import Detokenizer
 
 __all__ = [
     "GREEDY",
     "AsyncEngine",
     "Completion",
+    "Detokenizer",
     "Engine",
     "Model",
     "Request",
     "Sampler",
     "Sampling",
     "Statistics",
-    "Detokenizer",
     "Update",
 ]

@@ -17,6 +17,7 @@ from executorch_mlx.extension.llm.cache import BatchControl, CacheSession
 from .request import Completion, Request
 from .sampling import Sampler
 from .scheduler import Chunk, Job, Scheduler
+from .statistics import Statistics
 from .text import AnswerText, Detokenizer
 
 WHEN_FULL = ("preempt", "refuse")
@@ -59,48 +60,6 @@ class Update:
     finish_reason: str | None = None
 
 
-@dataclass
-class Statistics:
-    """What an engine has done.
-
-    Attributes:
-        steps: forwards.
-        prefill_tokens: tokens computed of prompts, and again of preempted sequences.
-        shared_tokens: tokens of prompts that did not have to be computed, since another sequence had done so.
-        new_tokens: tokens generated, stop tokens included.
-        prefill_s: seconds of the steps that carried any prefill tokens.
-        decode_steps, decode_tokens, decode_s: steps that carried none, the tokens they generated, and their seconds.
-        preemptions: sequences that gave their room to older ones.
-        most_running: the most sequences of a step.
-        most_held: the most tokens that the cache held.
-    """
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    shared_tokens: int = 0
-    new_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_steps: int = 0
-    decode_tokens: int = 0
-    decode_s: float = 0.0
-    preemptions: int = 0
-    most_running: int = 0
-    most_held: int = 0
-
-    def summary(self) -> dict[str, float]:
-        """Return the figures, and rates in tokens per second."""
-        seconds = self.prefill_s + self.decode_s
-        rates = {
-            "prefill_tokens_per_s": (self.prefill_tokens, self.prefill_s),
-            "decode_tokens_per_s": (self.decode_tokens, self.decode_s),
-            "new_tokens_per_s": (self.new_tokens, seconds),
-        }
-        return {
-            **{name: round(value, 4) for name, value in vars(self).items()},
-            **{name: round(tokens / over, 2) if over else 0.0 for name, (tokens, over) in rates.items()},
-        }
-
-
 @dataclass(eq=False)
 class _Answer:
     """What the engine knows of an answer under way."""
@@ -115,9 +74,9 @@ class _Answer:
 class Engine:
     """Answers requests, many in each step.
 
-    ``submit`` and ``cancel`` may be called from any thread, at any moment; they take effect when the next step begins.
-    ``step`` may, too, and calls take turns. A step that raises has changed nothing but what it had freed or ended before,
-    which the next one reports: call it again, or cancel.
+    ``submit`` and ``Completion.cancel`` may be called from any thread, at any moment; they take effect when the next step
+    begins. ``step`` may, too; calls take turns. After a step that raised nothing is lost: the same tokens are computed
+    when it is called again, and what had ended before is reported then.
     """
 
     def __init__(
@@ -135,8 +94,8 @@ class Engine:
             model: computes the steps.
             cache: an empty cache with the model's layers; nothing else may use it.
             tokenizer: gives answers their text; None leaves it empty.
-            step_tokens: the most tokens of a step, None for the model's own limit. Fewer make the steps in which prompts
-                arrive shorter. At most so many sequences run at once.
+            step_tokens: the most tokens of a step, and the most sequences that run at once; None for the model's own
+                limit. Fewer make the steps in which prompts arrive shorter.
             when_full: what becomes of the newest sequence when the cache is full: "preempt" computes it again later,
                 "refuse" ends it.
 
@@ -352,7 +311,7 @@ class Engine:
             self._finish(
                 answer,
                 "refused",
-                error=f"the cache of {self._cache.capacity} tokens was full: raise its capacity, or ask for less at once",
+                error=f"the cache of {self._cache.capacity} tokens was full: raise its capacity or ask for less at once",
             )
         else:
             answer.completion.preemptions += 1

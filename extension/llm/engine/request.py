@@ -62,9 +62,9 @@ class Completion:
         sample: which of the request's samples it is, from 0.
         tokens: new tokens; of an answer that a stop string has ended all up to the one that completed the string.
         text: their text, where the engine has a tokenizer.
-        finish_reason: None while it goes on; then "stop" (a stop token or string), "length" (as many as were asked for, or
-            the end of the context or the cache), "cancelled", "refused" (the cache was full and the engine does not
-            preempt) or "error".
+        finish_reason: None while it goes on; then "stop" (a stop token or string), "length" (as many tokens as were
+            asked for, or the end of the context or the cache), "cancelled", "refused" (the cache was full and the
+            engine does not preempt) or "error".
         error: why it was refused or failed.
         shared_tokens: tokens of the prompt that another sequence had computed.
         preemptions: how often it had to give its room to older ones.

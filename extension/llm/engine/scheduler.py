@@ -81,7 +81,7 @@ class StepPlan:
     """What a step carries.
 
     Attributes:
-        chunks: at most one per running job; those of one token first, so that a cache finds its single rows side by side.
+        chunks: at most one per running job; those of one token first, so that single rows lie side by side.
         begun: jobs that have got a sequence for this step.
         preempted: jobs that have lost theirs; they wait again.
     """
@@ -196,7 +196,7 @@ class Scheduler:
         return common >= LEAST_SHARED or 0 < common == len(job.tokens) - 1
 
     def _begin(self, job: Job, source: Job | None, common: int) -> bool:
-        """Give a job a sequence, cloned where that is worth while; False, with nothing changed, where it does not fit."""
+        """Give a job a sequence, cloned where that is worth while; False where it does not fit."""
         free = self._cache.free
         if self._unfit[0] is job and free <= self._unfit[1]:
             return False
@@ -272,8 +272,8 @@ class Scheduler:
 
     def _full(self, job: Job) -> CacheFullError:
         return CacheFullError(
-            f"the cache has room for {self._cache.free} of {self._cache.capacity} tokens while nothing but a sequence of"
-            f" {len(job.tokens)} runs: something else uses the cache; give the engine a cache of its own"
+            f"the cache has room for {self._cache.free} of {self._cache.capacity} tokens while nothing but a sequence"
+            f" of {len(job.tokens)} runs: something else uses the cache; give the engine a cache of its own"
         )
 
     # -- the step ----------------------------------------------------------

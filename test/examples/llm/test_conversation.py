@@ -13,9 +13,9 @@ import torch
 from executorch_mlx.examples.llm.conversation import Conversation
 from executorch_mlx.examples.llm.folder import MODEL_FILE
 from executorch_mlx.examples.llm.generation import LanguageModel
-from executorch_mlx.extension.llm.engine import Sampling
 from executorch_mlx.examples.llm.tokenizer import Message, Tokenizer
 from executorch_mlx.extension.llm.cache import CacheLostError, CacheSession
+from executorch_mlx.extension.llm.engine import Sampling
 
 CAPACITY = 96
 ANSWER = 5

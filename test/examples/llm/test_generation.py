@@ -15,9 +15,9 @@ from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.examples.llm.export import export_model
 from executorch_mlx.examples.llm.folder import MODEL_FILE
 from executorch_mlx.examples.llm.generation import LanguageModel
-from executorch_mlx.extension.llm.engine import Sampling
 from executorch_mlx.examples.llm.tokenizer import Tokenizer
 from executorch_mlx.extension.llm.cache import CacheFullError, CacheSession
+from executorch_mlx.extension.llm.engine import Sampling
 
 PROMPTS = (
     "Why is the sky blue?",

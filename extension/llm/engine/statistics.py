@@ -1,0 +1,47 @@
+"""What an engine has done, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Statistics:
+    """What an engine has done.
+
+    Attributes:
+        steps: forwards.
+        prefill_tokens: tokens computed of prompts, and again of preempted sequences.
+        shared_tokens: tokens of prompts that did not have to be computed, since another sequence had done so.
+        new_tokens: tokens generated, stop tokens included.
+        prefill_s: seconds of the steps that carried any prefill tokens.
+        decode_steps, decode_tokens, decode_s: steps that carried none, the tokens they generated, and their seconds.
+        preemptions: sequences that gave their room to older ones.
+        most_running: the most sequences of a step.
+        most_held: the most tokens that the cache held.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+    preemptions: int = 0
+    most_running: int = 0
+    most_held: int = 0
+
+    def summary(self) -> dict[str, float]:
+        """Return the figures, and rates in tokens per second."""
+        seconds = self.prefill_s + self.decode_s
+        rates = {
+            "prefill_tokens_per_s": (self.prefill_tokens, self.prefill_s),
+            "decode_tokens_per_s": (self.decode_tokens, self.decode_s),
+            "new_tokens_per_s": (self.new_tokens, seconds),
+        }
+        return {
+            **{name: round(value, 4) for name, value in vars(self).items()},
+            **{name: round(tokens / over, 2) if over else 0.0 for name, (tokens, over) in rates.items()},
+        }
