@@ -74,9 +74,9 @@ class _Answer:
 class Engine:
     """Answers requests, many in each step.
 
-    ``submit`` and ``Completion.cancel`` may be called from any thread, at any moment; they take effect when the next step
-    begins. ``step`` may, too; calls take turns. After a step that raised nothing is lost: the same tokens are computed
-    when it is called again, and what had ended before is reported then.
+    ``submit`` and ``Completion.cancel`` may be called from any thread, at any moment; they take effect when the next
+    step begins. ``step`` may, too; calls take turns. After a step that raised nothing is lost: the same tokens are
+    computed when it is called again, and what had ended before is reported then.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class Engine:
             self._finish(
                 answer,
                 "refused",
-                error=f"the cache of {self._cache.capacity} tokens was full: raise its capacity or ask for less at once",
+                error=f"the cache of {self._cache.capacity} tokens was full: raise its capacity, or ask for less",
             )
         else:
             answer.completion.preemptions += 1
