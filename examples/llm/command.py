@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from executorch_mlx.backends.mlx import backend_info
 from executorch_mlx.extension.llm.cache import CacheError
 
 EXPECTED_ERRORS = (ValueError, TypeError, LookupError, OSError, RuntimeError, CacheError)
@@ -61,6 +62,12 @@ class DeferredInterrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.check()
         self.is_pending = True
+
+
+def device() -> str:
+    """Describe what MLX computes on."""
+    info = backend_info()
+    return f"{info.device}, {info.blas}" if info.blas else info.device
 
 
 def show_error(error: BaseException) -> None:

@@ -14,6 +14,8 @@ from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, load_program
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, build, layers_from_constants
 from executorch_mlx.extension.llm.engine import GREEDY, Sampler, Sampling
 
+_LIMITS = ("get_max_ctx_len", "get_prefill_chunk_size", "get_vocab_size")
+
 OnToken = Callable[[int], None]
 
 
@@ -70,15 +72,12 @@ class LanguageModel:
         self._program = load_program(path)
         self._greedy_method = "forward_greedy" if "forward_greedy" in self._program.method_names else "forward"
         constants = self._program.constants()
-        wanted = ("get_kv_heads", "get_head_dims", "get_windows")
-        wanted += ("get_prefill_chunk_size", "get_max_ctx_len", "get_vocab_size")
+        wanted = ("get_kv_heads", "get_head_dims", "get_windows", *_LIMITS)
         missing = [name for name in wanted if name not in constants]
         if missing:
             raise ValueError(f"{path} is no language model exported by export_llm: it lacks {', '.join(missing)}")
         self.layers = tuple(layers_from_constants(constants))
-        self.max_context = int(constants["get_max_ctx_len"])
-        self.max_step = int(constants["get_prefill_chunk_size"])
-        self.vocab_size = int(constants["get_vocab_size"])
+        self.max_context, self.max_step, self.vocab_size = (int(constants[name]) for name in _LIMITS)
 
     def new_cache(
         self,

@@ -6,15 +6,12 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from executorch_mlx.backends.mlx import backend_info
 from executorch_mlx.extension.llm.cache import CacheSession
-from executorch_mlx.extension.llm.cache.config import KV_DTYPES
 from executorch_mlx.extension.llm.engine import Sampling
 
-from . import command
+from . import command, flags
 from .conversation import Conversation
 from .folder import MODEL_FILE
 from .generation import Generation, LanguageModel
@@ -28,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m executorch_mlx.examples.llm.run_llm",
         description="Answer prompts with an exported language model, one after the other, or hold a conversation.",
     )
-    result.add_argument("--model-dir", required=True, type=Path, help="folder written by export_llm")
+    flags.add_model(result)
     result.add_argument(
         "--prompt",
         default=[],
@@ -40,46 +37,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="hold a conversation: answer lines from the standard input; /help lists the commands",
     )
-    result.add_argument(
-        "--max-new-tokens", type=int, default=128, help="most tokens of an answer (default: %(default)s)"
-    )
-    result.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the likeliest token each time (default: %(default)s)"
-    )
-    result.add_argument(
-        "--top-k", type=int, default=0, help="draw from so many likeliest tokens; 0: from all (default: %(default)s)"
-    )
-    result.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="draw from the fewest likeliest tokens whose probabilities reach this sum (default: %(default)s)",
-    )
-    result.add_argument("--seed", type=int, help="draw the same tokens each time (default: others each time)")
-    result.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="wrap each prompt in the model's chat template, or continue it as plain text (default: --chat if the model"
-        " has a template)",
-    )
-    result.add_argument(
-        "--kv-capacity",
-        type=int,
-        help="tokens that the KV cache holds (default: what prompt and answer need; with --interactive the model's"
-        " context; memory grows as it fills)",
-    )
-    result.add_argument(
-        "--kv-dtype",
-        choices=KV_DTYPES,
-        default="float32",
-        help="dtype of the KV cache (default: %(default)s)",
-    )
-    result.add_argument(
-        "--kv-windows",
-        choices=("program", "none"),
-        default="program",
-        help="program: of a layer with a sliding window keep the window only, in a ring; none: keep all, so that any"
-        " /undo works without computing the conversation anew (default: %(default)s)",
+    flags.add_sampling(result)
+    flags.add_chat(result)
+    flags.add_cache(
+        result,
+        capacity="what prompt and answer need; with --interactive the model's context; memory grows as it fills",
+        windows="so that any /undo works without computing the conversation anew",
     )
     result.add_argument(
         "--json",
@@ -92,15 +55,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
     options = parser().parse_args(arguments)
-    for name in ("max_new_tokens", "kv_capacity"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: expected 1 or more, got {value}")
+    flags.require_positive(options, "max_new_tokens", "kv_capacity")
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     if not options.prompt and not options.interactive:
         raise ValueError("nothing to answer: give --prompt, or --interactive for a conversation")
-    if not options.model_dir.is_dir():
-        raise FileNotFoundError(f"{options.model_dir}: no such folder; export a model with export_llm first")
+    flags.require_model(options.model_dir)
     runner = _Runner(options, sampling)
     if options.interactive:
         runner.converse()
@@ -182,11 +141,9 @@ class _Runner:
         rings = windowed if self._options.kv_windows == "program" else 0
         kinds = {"flat": len(self._model.layers) - rings, "ring": rings}
         layers = " and ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
-        info = backend_info()
-        device = f"{info.device}, {info.blas}" if info.blas else info.device
         return (
             f"KV cache: {layers} layers, {self._options.kv_dtype}, {cache.pool_bytes / 1e6:.1f} MB, {cache.position} of"
-            f" {cache.capacity} tokens; MLX on {device}"
+            f" {cache.capacity} tokens; MLX on {command.device()}"
         )
 
 

@@ -159,6 +159,16 @@ class Engine:
         self._inbox.append(Job((0, next(self._numbers)), tokens, len(tokens), is_prefix=True))
 
     @property
+    def num_running(self) -> int:
+        """Sequences that the next step will advance."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for room."""
+        return len(self._inbox) + len(self._scheduler.waiting)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._inbox or self._updates or self._scheduler.waiting or self._scheduler.running)
@@ -224,24 +234,24 @@ class Engine:
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[tuple[_Answer, int | ValueError]]:
         """Run a step; return each answer whose next token is due, with the token or with why there is none."""
-        tokens, positions, seq_ids, rows, due = [], [], [], [], []
-        for chunk in chunks:
-            tokens += chunk.tokens
-            positions += chunk.positions
-            seq_ids += [chunk.job.seq_id] * chunk.size
-            if chunk.is_last and not chunk.job.is_prefix:
-                rows.append(len(tokens) - 1)
-                due.append(self._answers[chunk.job])
-        if not self._cache.declare_step(seq_ids):
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        positions = [position for chunk in chunks for position in chunk.positions]
+        ends = itertools.accumulate(chunk.size for chunk in chunks)
+        due = {
+            end - 1: self._answers[chunk.job]
+            for chunk, end in zip(chunks, ends, strict=True)
+            if chunk.is_last and not chunk.job.is_prefix
+        }
+        if not self._cache.declare_step([seq_id for chunk in chunks for seq_id in chunk.seq_ids]):
             raise RuntimeError("the cache refused a step that it could have taken: something else has changed it")
-        is_greedy = all(answer.sampler.is_greedy for answer in due)
+        is_greedy = all(answer.sampler.is_greedy for answer in due.values())
         run = self._model.step_greedy if is_greedy else self._model.step
         with CacheSession(self._cache):
             # A step has one row at least.
-            outputs = run(tokens, positions, rows or [0])
+            outputs = run(tokens, positions, list(due) or [0])
         if is_greedy:
-            return list(zip(due, outputs if rows else [], strict=True))
-        return [(answer, _choose(answer, logits)) for answer, logits in zip(due, np.asarray(outputs), strict=True)]
+            return list(zip(due.values(), outputs, strict=False))
+        return [(answer, _choose(answer, row)) for answer, row in zip(due.values(), np.asarray(outputs), strict=True)]
 
     def _num_prefill(self, chunk: Chunk) -> int:
         """Return how many of a chunk's tokens were not just generated."""

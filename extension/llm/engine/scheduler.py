@@ -19,7 +19,7 @@ HEADROOM = 16
 """Tokens that a sequence may grow by before a newly admitted one may have taken its room."""
 
 LEAST_SHARED = 16
-"""Tokens of a common beginning that are worth a clone; a prompt that is shared whole always is."""
+"""Tokens of a common beginning that are worth a clone; a whole prompt and a kept prefix always are."""
 
 
 @dataclass(eq=False)
@@ -69,6 +69,11 @@ class Chunk:
     def positions(self) -> range:
         """Where."""
         return range(self.job.position, self.job.position + self.size)
+
+    @property
+    def seq_ids(self) -> list[int]:
+        """Whose they are, an id per token."""
+        return [_id(self.job)] * self.size
 
     @property
     def is_last(self) -> bool:
@@ -169,8 +174,9 @@ class Scheduler:
             if len(self.running) >= self._most_running:
                 break
             source, computed, coming = self._shared(job)
+            gain = coming - computed
             # What another job is about to compute is worth waiting for; those behind this one need not wait.
-            if self._is_worth(job, coming - computed) or computed < coming == len(job.tokens) - 1:
+            if gain >= LEAST_SHARED or (gain > 0 and (not computed or coming == len(job.tokens) - 1)):
                 continue
             if not self._begin(job, source, computed):
                 break
@@ -182,18 +188,19 @@ class Scheduler:
     def _shared(self, job: Job) -> tuple[Job | None, int, int]:
         """Return who has computed most of a job's beginning, how much that is, and the most that anyone will have.
 
-        A job's last token is always left to itself: the next one is chosen after it.
+        Beginnings that are not worth a clone are left out. A job's last token is always left to itself: the next one is
+        chosen after it.
         """
         source, computed, coming = None, 0, 0
+        most = len(job.tokens) - 1
         for other in (*self.kept, *self.running):
-            common = _common(job.tokens, other.tokens, len(job.tokens) - 1)
-            coming = max(coming, common)
-            if min(common, other.position) > computed:
+            common = _common(job.tokens, other.tokens, most)
+            least = min(LEAST_SHARED, most, len(other.tokens) if other.is_prefix else most)
+            if common >= least:
+                coming = max(coming, common)
+            if min(common, other.position) >= max(least, computed + 1):
                 source, computed = other, min(common, other.position)
         return source, computed, coming
-
-    def _is_worth(self, job: Job, common: int) -> bool:
-        return common >= LEAST_SHARED or 0 < common == len(job.tokens) - 1
 
     def _begin(self, job: Job, source: Job | None, common: int) -> bool:
         """Give a job a sequence, cloned where that is worth while; False where it does not fit."""
@@ -201,7 +208,7 @@ class Scheduler:
         if self._unfit[0] is job and free <= self._unfit[1]:
             return False
         claimed = sum(other.wants for other in self.running)
-        if source is not None and source.seq_id is not None and self._is_worth(job, common):
+        if source is not None and source.seq_id is not None:
             if claimed + job.wants - common <= free:
                 job.seq_id = self._cache.seq_clone(source.seq_id, common)
             if job.seq_id is not None:
