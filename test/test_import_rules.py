@@ -53,7 +53,19 @@ RULES: dict[str, set[str]] = {
     f"{MLX}.runtime": {f"{MLX}.identity", f"{MLX}.program", CACHE, "executorch", "flatbuffers", "mlx", "numpy"},
     f"{MLX}.runtime.blas": {f"{MLX}.runtime", "mlx", "scipy_openblas32"},
     f"{MLX}.runtime.loader": {f"{MLX}.runtime", f"{MLX}.identity", f"{MLX}.program", "executorch", "torch"},
-    LLM: {CACHE, ENGINE, MLX, "executorch", "jinja2", "numpy", "rich", "tokenizers", "torch", "transformers"},
+    LLM: {
+        CACHE,
+        ENGINE,
+        MLX,
+        "executorch",
+        "jinja2",
+        "matplotlib",
+        "numpy",
+        "rich",
+        "tokenizers",
+        "torch",
+        "transformers",
+    },
 }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from executorch_mlx.examples.llm import export_llm, run_llm
+from executorch_mlx.examples.llm import bench_llm, export_llm, run_llm, run_llm_batched
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
-COMMANDS = (export_llm.parser, run_llm.parser)
+COMMANDS = (export_llm.parser, run_llm.parser, run_llm_batched.parser, bench_llm.parser)
 HEAD = """# Commands
 
 Errors are one line on the standard error, with exit status 2 (a wrong flag prints the usage too). Ctrl-C ends a command

@@ -8,7 +8,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from . import smollm2
 
@@ -66,6 +66,25 @@ def load_checkpoint(source: str, dtype: torch.dtype) -> Checkpoint:
         raise UnsupportedModelError(f"{source}: {error}") from error
     refuse_unsupported(model.config)
     return Checkpoint(model.eval().requires_grad_(False), tokenizer)
+
+
+def random_model(source: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Make a model of a configuration with random weights.
+
+    Args:
+        source: a Hugging Face config.json, the folder it lies in, or the name of a model on the hub.
+        dtype: dtype of the weights.
+
+    Raises:
+        UnsupportedModelError: there is no such configuration, or the model is of a kind that cannot be exported.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        refuse_unsupported(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, KeyError) as error:
+        raise UnsupportedModelError(f"{source}: {error}") from error
+    return model.eval().requires_grad_(False)
 
 
 def refuse_unsupported(config: Any) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID
+from executorch_mlx.extension.llm.cache import BatchControl, CacheConfig, LayerConfig, build
 from executorch_mlx.extension.llm.cache.config import KV_DTYPES
 
 
-def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+def add_model(parser: argparse._ActionsContainer, *, required: bool = True) -> None:
     """Add the folder of an exported model."""
     parser.add_argument("--model-dir", required=required, type=Path, help="folder written by export_llm")
 
@@ -77,3 +79,15 @@ def require_model(folder: Path) -> None:
     """Raise FileNotFoundError where there is no such folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; export a model with export_llm first")
+
+
+def require_batched(kind: str) -> None:
+    """Raise an error for a cache kind that is not known, or that holds one sequence only.
+
+    Raises:
+        LookupError: it is not known; the message names those that are.
+        ValueError: it holds one sequence.
+    """
+    cache = build(UPSTREAM_BACKEND_ID, kind, CacheConfig(1, [LayerConfig(1, 1)], "float32"))
+    if not isinstance(cache, BatchControl):
+        raise ValueError(f"cache kind {kind!r} holds one sequence; use a batched one, or run_llm")

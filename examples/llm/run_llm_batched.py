@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID
-from executorch_mlx.extension.llm.cache import BatchControl, CacheConfig, LayerConfig, build
 from executorch_mlx.extension.llm.engine import Completion, Engine, Request
 
 from . import command, flags
@@ -81,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not prompts:
         raise ValueError("nothing to answer: give --prompt, or --prompts with a file")
     flags.require_model(options.model_dir)
-    require_batched(options.cache_kind)
+    flags.require_batched(options.cache_kind)
     tokenizer = Tokenizer(options.model_dir)
     requests = [prompt.request(vars(options), tokenizer) for prompt in prompts]
     model = LanguageModel(options.model_dir / MODEL_FILE)
@@ -118,18 +116,6 @@ def main(arguments: list[str] | None = None) -> None:
         f"{totals(engine.statistics, seconds)}\n{running_on}", style="dim", markup=False, soft_wrap=True
     )
     answers.raise_if_incomplete()
-
-
-def require_batched(kind: str) -> None:
-    """Raise an error for a cache kind that is not known, or that holds one sequence only.
-
-    Raises:
-        LookupError: it is not known; the message names those that are.
-        ValueError: it holds one sequence.
-    """
-    cache = build(UPSTREAM_BACKEND_ID, kind, CacheConfig(1, [LayerConfig(1, 1)], "float32"))
-    if not isinstance(cache, BatchControl):
-        raise ValueError(f"cache kind {kind!r} holds one sequence; use a batched one, or run_llm")
 
 
 def _system_prefixes(prompts: Sequence[Prompt], requests: Sequence[Request], system: str | None) -> list[list[int]]:

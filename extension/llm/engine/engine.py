@@ -244,14 +244,15 @@ class Engine:
         }
         if not self._cache.declare_step([seq_id for chunk in chunks for seq_id in chunk.seq_ids]):
             raise RuntimeError("the cache refused a step that it could have taken: something else has changed it")
-        is_greedy = all(answer.sampler.is_greedy for answer in due.values())
+        # Where no token is due, any method will do: one that is used anyway.
+        is_greedy = all(answer.sampler.is_greedy for answer in (due or self._answers).values())
         run = self._model.step_greedy if is_greedy else self._model.step
         with CacheSession(self._cache):
             # A step has one row at least.
             outputs = run(tokens, positions, list(due) or [0])
         if is_greedy:
             return list(zip(due.values(), outputs, strict=False))
-        return [(answer, _choose(answer, row)) for answer, row in zip(due.values(), np.asarray(outputs), strict=True)]
+        return [(answer, _choose(answer, row)) for answer, row in zip(due.values(), np.asarray(outputs), strict=False)]
 
     def _num_prefill(self, chunk: Chunk) -> int:
         """Return how many of a chunk's tokens were not just generated."""
