@@ -10,7 +10,7 @@ EXTRA ?= cpu
 .PHONY: help demo test lint bench clean
 
 help:
-	@echo "make demo   set up, export SmolLM2-135M and answer a question with it"
+	@echo "make demo   set up, export SmolLM2-135M, answer a question with it, and eight in one batch"
 	@echo "make test   set up and run the tests"
 	@echo "make bench  set up and measure against mlx-lm and Hugging Face, and the cache layouts; writes docs/benchmarks.md"
 	@echo "make lint   set up and check style and types"
@@ -29,6 +29,8 @@ $(MODEL_DIR)/model.pte: $(READY)
 demo: $(MODEL_DIR)/model.pte
 	$(BIN)/python -m executorch_mlx.examples.llm.run_llm --model-dir $(MODEL_DIR) \
 		--prompt "What is the capital of France?" --max-new-tokens 40
+	$(BIN)/python -m executorch_mlx.examples.llm.run_llm_batched --model-dir $(MODEL_DIR) \
+		--prompts examples/llm/prompts.txt --max-new-tokens 40
 
 # The cache core is measured as it is tested: each branch of it is taken by some test.
 test: $(READY)
