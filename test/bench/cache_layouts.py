@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from common import write_section
 
 from executorch_mlx.backends.mlx.runtime.caches.batch_cell import MLXBatchCellCache
 from executorch_mlx.backends.mlx.runtime.device import BLAS, STREAM, exclusive
@@ -159,16 +160,6 @@ def tables(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write_report(results: dict[str, Any], docs: Path, mark: str) -> None:
-    """Put the tables between the page's markers of this name."""
-    begin, end = f"<!-- {mark} begin -->", f"<!-- {mark} end -->"
-    page = docs / "benchmarks.md"
-    before, rest = page.read_text().split(begin)
-    after = rest.split(end)[1]
-    body = "\n".join([results["machine"], "", *tables(results)])
-    page.write_text(f"{before}{begin}\n{body}\n{end}{after}")
-
-
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -198,7 +189,8 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(results))
     if options.docs:
-        write_report(results, options.docs, "cache_layouts_cpu" if "CPU" in results["machine"] else "cache_layouts_gpu")
+        mark = "cache_layouts_cpu" if "CPU" in results["machine"] else "cache_layouts_gpu"
+        write_section(options.docs, mark, [results["machine"], "", *tables(results)])
 
 
 if __name__ == "__main__":

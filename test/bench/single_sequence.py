@@ -7,17 +7,15 @@ the machine does meets all of them alike. Figures are medians over the turns. Ru
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import Workers, machine, prepare, serve, write_section
 
 REFERENCE = "mlx-lm, as installed"
 HISTORY = 64
@@ -138,45 +136,37 @@ CONTENDERS: dict[str, Callable[[Path], Step]] = {
 # -- worker and parent ----------------------------------------------------------------
 
 
-def work(name: str, folder: Path, decode: int, prefill: int) -> None:
-    """Serve turns: each line read is one; each line written holds its seconds and the tokens chosen."""
+def work(name: str, folder: Path) -> None:
+    """Serve turns: seconds of a prefill and of a decode step, and the tokens chosen."""
     step = CONTENDERS[name](folder)
-    prompt = [(7 * index) % 900 + 100 for index in range(prefill)]
-    step(prompt[:HISTORY], 0)
-    print("ready", flush=True)
-    for _ in sys.stdin:
+
+    def turn(request: dict[str, Any]) -> dict[str, Any]:
+        prompt = [(7 * index) % 900 + 100 for index in range(max(request["prefill"], HISTORY))]
         began = time.perf_counter()
-        token = step(prompt, 0)
+        step(prompt[: request["prefill"]], 0)
         prefill_s = time.perf_counter() - began
         token = step(prompt[:HISTORY], 0)
         times, chosen = [], []
-        for index in range(decode):
+        for index in range(request["decode"]):
             began = time.perf_counter()
             token = step([token], HISTORY + index)
             times.append(time.perf_counter() - began)
             chosen.append(token)
-        print(json.dumps({"prefill_s": prefill_s, "decode_s": statistics.median(times), "tokens": chosen}), flush=True)
+        return {"prefill_s": prefill_s, "decode_s": statistics.median(times), "tokens": chosen}
+
+    step(list(range(100, 100 + HISTORY)), 0)
+    serve(turn)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Let the contenders take turns; return seconds by contender."""
-    workers = {}
-    for name in CONTENDERS:
-        print(f"start {name}", file=sys.stderr)
-        arguments = ["--worker", name, "--folder", folder, "--decode", options.decode, "--prefill", options.prefill]
-        command = [sys.executable, __file__, *map(str, arguments)]
-        workers[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        _answer(name, workers[name])
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+    workers = Workers(__file__, list(CONTENDERS), folder)
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
     for turn in range(options.turns):
-        for name, worker in workers.items():
+        for name, rows in turns.items():
             print(f"turn {turn + 1} of {options.turns}: {name}", file=sys.stderr)
-            assert worker.stdin is not None
-            worker.stdin.write("turn\n")
-            worker.stdin.flush()
-            turns[name].append(json.loads(_answer(name, worker)))
-    for worker in workers.values():
-        worker.communicate()
+            rows.append(workers.ask(name, {"decode": options.decode, "prefill": options.prefill}))
+    workers.close()
     for name, rows in turns.items():
         if any(turn["tokens"] != turns["Hugging Face on torch"][0]["tokens"] for turn in rows):
             print(f"note: {name} chose other tokens than Hugging Face", file=sys.stderr)
@@ -184,34 +174,6 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, fl
         name: {key: statistics.median(turn[key] for turn in rows) for key in ("prefill_s", "decode_s")}
         for name, rows in turns.items()
     }
-
-
-def _answer(name: str, worker: subprocess.Popen[str]) -> str:
-    assert worker.stdout is not None
-    for line in worker.stdout:
-        if line.startswith(("ready", "{")):
-            return line
-    raise RuntimeError(f"{name} ended with status {worker.wait()}")
-
-
-def prepare(folder: Path) -> None:
-    """Write SmolLM2 as a Hugging Face folder and as a program."""
-    import torch
-
-    from executorch_mlx.examples.llm.checkpoint import load_checkpoint
-    from executorch_mlx.examples.llm.export import export_model
-
-    print("load and export SmolLM2", file=sys.stderr)
-    model = load_checkpoint("smollm2", torch.float32).model
-    # A model read from GGUF cannot be saved; a plain one of the same weights can.
-    plain = type(model)(type(model.config)(**_without_quantization(model.config.to_dict())))
-    plain.load_state_dict(model.state_dict())
-    plain.save_pretrained(folder / "hf")
-    export_model(model, folder / "pte")
-
-
-def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in ("quantization_config", "_name_or_path")}
 
 
 # -- report ---------------------------------------------------------------------------
@@ -256,38 +218,16 @@ def plot(results: dict[str, dict[str, float]], prefill: int, path: Path) -> None
     figure.savefig(path, dpi=110)
 
 
-def machine() -> str:
-    """Describe the machine and the libraries."""
-    from importlib.metadata import version
-
-    from executorch_mlx.backends.mlx import backend_info
-
-    info = backend_info()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "torch", "transformers"))
-    return f"{os.cpu_count()} cores of {cpu}, {platform.system()}; {info.blas or info.device}; {libraries}"
-
-
 def write_report(results: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
-    """Put the table between the page's markers, and the picture beside it."""
-    begin, end = "<!-- single_sequence begin -->", "<!-- single_sequence end -->"
-    page = options.docs / "benchmarks.md"
-    before, rest = page.read_text().split(begin)
-    after = rest.split(end)[1]
+    """Write the table into the page, and the picture beside it."""
     picture = "benchmarks-single-sequence.png"
     plot(results, options.prefill, options.docs / picture)
-    body = "\n".join(
-        [
-            f"SmolLM2-135M, float32, greedy, history of {HISTORY} to {HISTORY + options.decode} tokens; {machine()};"
-            f" {options.turns} turns, {time.strftime('%Y-%m-%d')}.",
-            "",
-            *table(results, options.prefill),
-            "",
-            f"![tokens per second]({picture})",
-        ]
+    about = (
+        f"SmolLM2-135M, float32, greedy, history of {HISTORY} to {HISTORY + options.decode} tokens; {machine()};"
+        f" {options.turns} turns, {time.strftime('%Y-%m-%d')}."
     )
-    page.write_text(f"{before}{begin}\n{body}\n{end}{after}")
+    lines = [about, "", *table(results, options.prefill), "", f"![tokens per second]({picture})"]
+    write_section(options.docs, "single_sequence", lines)
 
 
 def main() -> None:
@@ -301,12 +241,11 @@ def main() -> None:
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.folder, options.decode, options.prefill)
+        work(options.worker, options.folder)
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        if not (folder / "pte").is_dir():
-            prepare(folder)
+        prepare(folder)
         results = measure(folder, options)
     print("\n".join(table(results, options.prefill)))
     if options.docs:
