@@ -49,7 +49,14 @@ GREEDY = Sampling()
 
 
 class Sampler:
-    """Draws tokens; each draw takes one number from the sampler's own generator, whatever else runs beside it."""
+    """Draws tokens with random numbers of its own, whatever else runs beside it.
+
+    Each draw is a race: every token of the vocabulary gets an exponential time divided by its weight, and the first one
+    wins, which it does with a probability in proportion to its weight
+    (https://en.wikipedia.org/wiki/Exponential_distribution on the least of exponential variables). So the same numbers
+    choose the same token unless two are about to tie: logits differ in their last bits from one batch to the next, and
+    where a running sum is compared with one number, thousands of bounds lie that close.
+    """
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
@@ -75,20 +82,38 @@ class Sampler:
             raise ValueError(f"the model's logits cannot be sampled from: their highest is {highest}")
         if self._sampling.is_greedy:
             return int(scores.argmax())
+        times = self._random.standard_exponential(scores.size)
         tokens = self._candidates(scores)
-        probabilities = np.exp((scores[tokens] - highest) / self._sampling.temperature)
-        cumulative = np.cumsum(probabilities / probabilities.sum())
-        # Those before a token have less than top_p together.
-        kept = 1 + int(np.count_nonzero(cumulative[:-1] < self._sampling.top_p))
-        drawn = self._random.random() * cumulative[kept - 1]
-        return int(tokens[min(np.searchsorted(cumulative[:kept], drawn, side="right"), kept - 1)])
+        with np.errstate(divide="ignore"):
+            times = times[tokens] / self._weights(scores[tokens], highest)
+        return int(tokens[times.argmin()])
 
     def _candidates(self, scores: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
-        """Return the tokens to draw from, likeliest first; of equals the lower one."""
+        """Return the tokens to draw from."""
+        tokens = self._top_k(scores)
+        if self._sampling.top_p == 1:
+            return tokens
+        weights = self._weights(scores[tokens], scores.max())
+        probabilities = weights / weights.sum()
+        # All tokens that are less likely than this have less than 1 - top_p together.
+        least = min((1 - self._sampling.top_p) / probabilities.size, probabilities.max())
+        likely = np.flatnonzero(probabilities >= least)
+        likely = likely[np.argsort(-probabilities[likely], kind="stable")]
+        # Those before a token have less than top_p together.
+        kept = 1 + np.count_nonzero(np.cumsum(probabilities[likely])[:-1] < self._sampling.top_p)
+        return tokens[likely[:kept]]
+
+    def _top_k(self, scores: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
+        """Return the likeliest tokens; of equals the lower ones."""
         top_k = self._sampling.top_k
         if not 0 < top_k < scores.size:
-            return np.argsort(-scores, kind="stable")
+            return np.arange(scores.size)
         # Ties with the last of them may lie outside a partition; they are looked at too.
         least = np.partition(scores, scores.size - top_k)[scores.size - top_k]
         tokens = np.flatnonzero(scores >= least)
         return tokens[np.argsort(-scores[tokens], kind="stable")][:top_k]
+
+    def _weights(self, scores: npt.NDArray[np.float64], highest: np.float64) -> npt.NDArray[np.float64]:
+        """Return the tokens' probabilities, up to a common factor."""
+        weights: npt.NDArray[np.float64] = np.exp((scores - highest) / self._sampling.temperature)
+        return weights

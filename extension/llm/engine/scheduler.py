@@ -122,8 +122,9 @@ class Scheduler:
         self._cache = cache
         self._step_tokens = step_tokens
         self._most_running = min(step_tokens, cache.max_seqs)
-        # The job that was last found not to fit, and the room there was: it is not tried again until there is more.
-        self._unfit: tuple[Job | None, int] = (None, 0)
+        # The job that was last found not to fit, what it could have shared, and the room there was: it is not tried
+        # again until there is more of either.
+        self._unfit: tuple[Job | None, int, int] = (None, 0, 0)
 
     def add(self, job: Job) -> None:
         """Let a job wait for its turn."""
@@ -204,23 +205,22 @@ class Scheduler:
 
     def _begin(self, job: Job, source: Job | None, common: int) -> bool:
         """Give a job a sequence, cloned where that is worth while; False where it does not fit."""
-        free = self._cache.free
-        if self._unfit[0] is job and free <= self._unfit[1]:
+        room = self._cache.free - sum(other.wants for other in self.running)
+        unfit, shared_then, room_then = self._unfit
+        if job is unfit and common <= shared_then and room <= room_then:
             return False
-        claimed = sum(other.wants for other in self.running)
-        if source is not None and source.seq_id is not None:
-            if claimed + job.wants - common <= free:
-                job.seq_id = self._cache.seq_clone(source.seq_id, common)
+        if source is not None and job.wants - common <= room:
+            job.seq_id = self._cache.seq_clone(_id(source), common)
             if job.seq_id is not None:
                 job.position = common
                 # Only now is it known what the copy has taken: all of its tokens, or none.
-                if claimed + job.wants <= self._cache.free:
+                if job.wants <= self._cache.free - sum(other.wants for other in self.running):
                     return True
                 self._free(job)
-        if claimed + job.wants <= free:
+        if job.wants <= room:
             job.seq_id = self._cache.seq_new()
         if job.seq_id is None:
-            self._unfit = (job, free)
+            self._unfit = (job, common, room)
         return job.seq_id is not None
 
     # -- room --------------------------------------------------------------

@@ -38,6 +38,7 @@ def reference_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarra
         Sampling(0.8, top_k=12, top_p=0.9, seed=5),
         Sampling(1.0, top_k=1, seed=6),
         Sampling(1.0, top_k=1000, top_p=1e-9, seed=7),
+        Sampling(1.0, top_p=1e-17, seed=8),
     ],
     ids=str,
 )
@@ -84,6 +85,16 @@ def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     assert draw(11) == draw(11)
     assert draw(11) != draw(12)
     assert draw(None) != draw(None)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0, seed=3), Sampling(1.0, top_p=0.95, seed=3)], ids=str)
+def test_logits_that_differ_in_their_last_bits_give_the_same_tokens(sampling: Sampling) -> None:
+    random = np.random.default_rng(0)
+    one, other = Sampler(sampling), Sampler(sampling)
+    for _ in range(1000):
+        logits = random.normal(size=5000).astype(np.float32) * 2
+        noise = random.normal(size=5000).astype(np.float32) * 1e-6
+        assert one.choose(logits) == other.choose(logits + noise)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
