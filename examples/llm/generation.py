@@ -169,7 +169,7 @@ class LanguageModel:
 
         def choose(tokens: Sequence[int], start: int) -> int:
             (row,) = advance(tokens, _from(start, tokens), [len(tokens) - 1])
-            return row if isinstance(row, int) else sampler.choose(row.numpy())
+            return row if isinstance(row, int) else sampler.choose(row.numpy(), len(result.tokens))
 
         result = Generation(prompt_tokens=len(prompt))
         began = time.perf_counter()

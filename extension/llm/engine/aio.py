@@ -54,6 +54,8 @@ class AsyncEngine:
                 try:
                     updates = await asyncio.to_thread(self._engine.step)
                 except Exception as error:
+                    if not self._queues:
+                        return
                     updates = []
                     for queue in set(self._queues.values()):
                         queue.put_nowait(error)

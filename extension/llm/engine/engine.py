@@ -361,6 +361,6 @@ class Engine:
 
 def _choose(answer: _Answer, logits: Any) -> int | ValueError:
     try:
-        return answer.sampler.choose(logits)
+        return answer.sampler.choose(logits, len(answer.completion.tokens))
     except ValueError as error:
         return error

@@ -49,9 +49,10 @@ GREEDY = Sampling()
 
 
 class Sampler:
-    """Draws tokens with random numbers of its own, whatever else runs beside it.
+    """Draws the tokens of one answer. Each depends on the seed and its place in the answer only: whatever else runs
+    beside it, and however often a step has to be repeated, the same logits give the same token.
 
-    Each draw is a race: every token of the vocabulary gets an exponential time divided by its weight, and the first one
+    A draw is a race: every token of the vocabulary gets an exponential time divided by its weight, and the first one
     wins, which it does with a probability in proportion to its weight
     (https://en.wikipedia.org/wiki/Exponential_distribution on the least of exponential variables). So the same numbers
     choose the same token unless two are about to tie: logits differ in their last bits from one batch to the next, and
@@ -60,18 +61,19 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._random = np.random.default_rng(sampling.seed)
+        self._seed = np.random.SeedSequence(sampling.seed).entropy
 
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self._sampling.is_greedy
 
-    def choose(self, logits: npt.ArrayLike) -> int:
+    def choose(self, logits: npt.ArrayLike, place: int) -> int:
         """Return a token.
 
         Args:
             logits: [vocabulary].
+            place: how many tokens the answer has already.
 
         Raises:
             ValueError: a logit is NaN or inf, or all are -inf.
@@ -82,7 +84,7 @@ class Sampler:
             raise ValueError(f"the model's logits cannot be sampled from: their highest is {highest}")
         if self._sampling.is_greedy:
             return int(scores.argmax())
-        times = self._random.standard_exponential(scores.size)
+        times = np.random.default_rng([self._seed, place]).standard_exponential(scores.size)
         tokens = self._candidates(scores)
         with np.errstate(divide="ignore"):
             times = times[tokens] / self._weights(scores[tokens], highest)
@@ -98,7 +100,7 @@ class Sampler:
         # All tokens that are less likely than this have less than 1 - top_p together.
         least = min((1 - self._sampling.top_p) / probabilities.size, probabilities.max())
         likely = np.flatnonzero(probabilities >= least)
-        likely = likely[np.argsort(-probabilities[likely], kind="stable")]
+        likely = likely[np.argsort(-scores[tokens[likely]], kind="stable")]
         # Those before a token have less than top_p together.
         kept = 1 + np.count_nonzero(np.cumsum(probabilities[likely])[:-1] < self._sampling.top_p)
         return tokens[likely[:kept]]

@@ -122,8 +122,8 @@ class Scheduler:
         self._cache = cache
         self._step_tokens = step_tokens
         self._most_running = min(step_tokens, cache.max_seqs)
-        # The job that was last found not to fit, what it could have shared, and the room there was: it is not tried
-        # again until there is more of either.
+        # The job that last lacked room, what it could have shared, and how much there was: it is not tried again until
+        # there is more of either.
         self._unfit: tuple[Job | None, int, int] = (None, 0, 0)
 
     def add(self, job: Job) -> None:
@@ -217,10 +217,10 @@ class Scheduler:
                 if job.wants <= self._cache.free - sum(other.wants for other in self.running):
                     return True
                 self._free(job)
-        if job.wants <= room:
-            job.seq_id = self._cache.seq_new()
-        if job.seq_id is None:
+        if job.wants > room:
             self._unfit = (job, common, room)
+            return False
+        job.seq_id = self._cache.seq_new()
         return job.seq_id is not None
 
     # -- room --------------------------------------------------------------

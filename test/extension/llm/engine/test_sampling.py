@@ -46,7 +46,7 @@ def test_drawn_tokens_follow_the_distribution_of_transformers_filters(sampling: 
     logits = np.random.default_rng(0).normal(size=40) * 2
     expected = reference_probabilities(logits, sampling)
     sampler = Sampler(sampling)
-    counts = np.bincount([sampler.choose(logits) for _ in range(DRAWS)], minlength=40)
+    counts = np.bincount([sampler.choose(logits, place) for place in range(DRAWS)], minlength=40)
     assert not counts[expected == 0].any()
     # Five standard deviations of a binomial: a wrong probability is seen, chance is not.
     deviation = np.sqrt(expected * (1 - expected) * DRAWS)
@@ -63,7 +63,7 @@ def test_drawn_tokens_follow_the_distribution_of_transformers_filters(sampling: 
 def test_drawn_token_is_among_the_top_k_and_the_nucleus(
     logits: list[float], top_k: int, top_p: float, temperature: float, seed: int
 ) -> None:
-    token = Sampler(Sampling(temperature, top_k, top_p, seed)).choose(logits)
+    token = Sampler(Sampling(temperature, top_k, top_p, seed)).choose(logits, 0)
     likelier = [score for score in logits if score > logits[token]]
     assert not top_k or len(likelier) < top_k
     weights = [math.exp((score - max(logits)) / temperature) for score in sorted(logits, reverse=True)]
@@ -72,7 +72,7 @@ def test_drawn_token_is_among_the_top_k_and_the_nucleus(
 
 
 def test_greedy_takes_the_likeliest_and_of_equals_the_first() -> None:
-    assert Sampler(Sampling()).choose([0.5, 3.0, -1.0, 3.0]) == 1
+    assert Sampler(Sampling()).choose([0.5, 3.0, -1.0, 3.0], 0) == 1
 
 
 def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
@@ -80,7 +80,7 @@ def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
 
     def draw(seed: int | None) -> list[int]:
         sampler = Sampler(Sampling(1.0, seed=seed))
-        return [sampler.choose(logits) for _ in range(10)]
+        return [sampler.choose(logits, place) for place in range(10)]
 
     assert draw(11) == draw(11)
     assert draw(11) != draw(12)
@@ -91,17 +91,17 @@ def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
 def test_logits_that_differ_in_their_last_bits_give_the_same_tokens(sampling: Sampling) -> None:
     random = np.random.default_rng(0)
     one, other = Sampler(sampling), Sampler(sampling)
-    for _ in range(1000):
+    for place in range(1000):
         logits = random.normal(size=5000).astype(np.float32) * 2
         noise = random.normal(size=5000).astype(np.float32) * 1e-6
-        assert one.choose(logits) == other.choose(logits + noise)
+        assert one.choose(logits, place) == other.choose(logits + noise, place)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logits", [[math.nan, 1.0], [-math.inf, -math.inf], [math.inf, 0.0]], ids=str)
 def test_logits_that_are_no_scores_are_an_error(logits: list[float], temperature: float) -> None:
     with pytest.raises(ValueError, match="cannot be sampled from"):
-        Sampler(Sampling(temperature)).choose(logits)
+        Sampler(Sampling(temperature)).choose(logits, 3)
 
 
 @pytest.mark.parametrize(
