@@ -30,9 +30,12 @@ def section(parser: argparse.ArgumentParser) -> str:
 
 def row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     """Return a flag's line: how it is written, and its help."""
-    value = (
-        "" if action.nargs == 0 else f" {{{','.join(action.choices)}}}" if action.choices else f" {action.dest.upper()}"
-    )
+    if action.nargs == 0:
+        value = ""
+    elif action.choices:
+        value = f" {{{','.join(action.choices)}}}"
+    else:
+        value = f" {action.metavar or action.dest.upper()}"
     flags = ", ".join(f"`{name}{value}`" for name in action.option_strings)
     text = (action.help or "") % {"default": action.default, "prog": parser.prog}
     required = " (required)" if action.required else ""

@@ -67,7 +67,7 @@ class Answers:
             command.console.print(f"interrupted: {len(reasons) - cancelled} of {len(reasons)} answers are complete")
             raise KeyboardInterrupt
         if failed:
-            raise ValueError(f"{failed} of {len(reasons)} answers failed; the others are complete")
+            raise ValueError(f"{failed} of {len(reasons)} answers failed")
 
     def _print(self, number: int, prompt: str, completion: Completion) -> None:
         if self._is_json:
@@ -103,13 +103,15 @@ class Display:
         self._task = self._bar.add_task("", total=len(answers))
 
     def __enter__(self) -> Display:
-        if self._is_live:
-            self._bar.start()
+        self._show_bar(True)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._show_bar(False)
+
+    def _show_bar(self, is_shown: bool) -> None:
         if self._is_live:
-            self._bar.stop()
+            self._bar.start() if is_shown else self._bar.stop()
 
     def show(self) -> None:
         """Say how far it is, and print the answers whose turn it is."""
@@ -124,10 +126,9 @@ class Display:
             self._shown = now
             command.console.print(f"{self._answers.num_done} of {len(self._answers)} answers; {state}", soft_wrap=True)
         if self._answers.is_ready:
-            # The bar and the answers may share a terminal.
-            self.__exit__()
+            self._show_bar(False)  # it and the answers may share a terminal
             self._answers.print_ready()
-            self.__enter__()
+            self._show_bar(True)
 
 
 def totals(statistics: Statistics, seconds: float) -> str:
@@ -135,7 +136,7 @@ def totals(statistics: Statistics, seconds: float) -> str:
     done = statistics.summary()
     return (
         f"prefill {done['prefill_tokens']:,} tokens ({done['shared_tokens']:,} more were shared),"
-        f" {done['prefill_tokens_per_s']} tokens/s; decode {done['decode_tokens']:,} tokens,"
+        f" {done['prefill_tokens_per_s']} tokens/s; decode {done['decode_tokens']:,} tokens in steps without prompts,"
         f" {done['decode_tokens_per_s']} tokens/s\n"
         f"{done['new_tokens']:,} new tokens in {seconds:.1f} s, {done['new_tokens'] / seconds:.1f} tokens/s;"
         f" {done['steps']:,} steps of at most {done['most_running']} sequences, {done['preemptions']} preemptions;"

@@ -14,12 +14,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from executorch_mlx.extension.llm.cache import CacheSession
+from executorch_mlx.extension.llm.cache import BatchControl, CacheSession
 from executorch_mlx.extension.llm.cache.config import KV_DTYPES
 
 from . import command, flags
@@ -102,6 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     flags.require_positive(options, "batch_sizes", "prompt_tokens", "new_tokens", "turns")
     for kind in options.cache_kinds:
         flags.require_batched(kind)
+    if options.output_dir is not None:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         begin = stack.enter_context(command.stages())
         folder = options.model_dir
@@ -149,7 +150,6 @@ def measure(
 
 def write(results: Results, folder: Path) -> None:
     """Write bench.csv, bench.json and bench.png."""
-    folder.mkdir(parents=True, exist_ok=True)
     rows = [asdict(case) | asdict(figures) for case, figures in results.items()]
     with (folder / "bench.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
@@ -215,7 +215,11 @@ def _run(model: LanguageModel, case: Case, kv_dtype: str) -> tuple[float, float]
 
 
 def _step(
-    model: LanguageModel, cache: Any, tokens: Sequence[int], places: Sequence[tuple[int, int]], rows: Sequence[int]
+    model: LanguageModel,
+    cache: BatchControl,
+    tokens: Sequence[int],
+    places: Sequence[tuple[int, int]],
+    rows: Sequence[int],
 ) -> list[int]:
     """Run one flat step of tokens at (sequence, position); return the likeliest next tokens of some rows."""
     ids, positions = zip(*places, strict=True)
@@ -226,18 +230,23 @@ def _step(
 
 def _figures(case: Case, prefill_s: float, decode_s: float, ratio: float) -> Figures:
     prompt, new = case.batch_size * case.prompt_tokens, case.batch_size * case.new_tokens
-    return Figures(
-        prefill_s=round(prefill_s, 4),
-        prefill_tokens_per_s=round(prompt / prefill_s, 2),
-        decode_s=round(decode_s, 4),
-        decode_tokens_per_s=round(new / decode_s, 2),
-        total_s=round(prefill_s + decode_s, 4),
-        total_tokens_per_s=round((prompt + new) / (prefill_s + decode_s), 2),
-        decode_ratio=round(ratio, 3),
-    )
+    total_s = prefill_s + decode_s
+    rates = prompt / prefill_s, new / decode_s, (prompt + new) / total_s
+    return Figures(prefill_s, rates[0], decode_s, rates[1], total_s, rates[2], ratio)
 
 
 # -- showing ----------------------------------------------------------------------
+
+
+_COLUMNS = (
+    ("prefill s", "prefill_s"),
+    ("tokens/s", "prefill_tokens_per_s"),
+    ("decode s", "decode_s"),
+    ("tokens/s", "decode_tokens_per_s"),
+    ("ratio", "decode_ratio"),
+    ("total s", "total_s"),
+    ("tokens/s", "total_tokens_per_s"),
+)
 
 
 def _print(results: Results) -> None:
@@ -251,17 +260,6 @@ def _print(results: Results) -> None:
     # A pipe has no width to fit.
     console = Console()
     console.print(table) if console.is_terminal else Console(width=160).print(table)
-
-
-_COLUMNS = (
-    ("prefill s", "prefill_s"),
-    ("tokens/s", "prefill_tokens_per_s"),
-    ("decode s", "decode_s"),
-    ("tokens/s", "decode_tokens_per_s"),
-    ("ratio", "decode_ratio"),
-    ("total s", "total_s"),
-    ("tokens/s", "total_tokens_per_s"),
-)
 
 
 def _plot(results: Results, path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, load_program
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, build, layers_from_constants
-from executorch_mlx.extension.llm.engine import GREEDY, Sampler, Sampling
+from executorch_mlx.extension.llm.engine import GREEDY, Sampler, Sampling, rate
 
 _LIMITS = ("get_max_ctx_len", "get_prefill_chunk_size", "get_vocab_size")
 
@@ -45,10 +45,10 @@ class Generation:
         return {
             "prompt_tokens": self.prompt_tokens,
             "prefill_s": round(self.prefill_s, 4),
-            "prefill_tokens_per_s": round(self.prompt_tokens / self.prefill_s, 2) if self.prefill_s else 0.0,
+            "prefill_tokens_per_s": rate(self.prompt_tokens, self.prefill_s),
             "decode_tokens": self.decode_steps,
             "decode_s": round(self.decode_s, 4),
-            "decode_tokens_per_s": round(self.decode_steps / self.decode_s, 2) if self.decode_s else 0.0,
+            "decode_tokens_per_s": rate(self.decode_steps, self.decode_s),
         }
 
 

@@ -56,7 +56,7 @@ class Prompt:
             ValueError: a setting is out of range, or the prompt has no tokens; the message says which prompt it is.
         """
         settings = {name: self.settings.get(name, defaults[name]) for name in _KEYS if name != "prompt"}
-        stop = settings["stop"] or ()
+        stop = settings["stop"]
         try:
             return Request(
                 self._encode(settings["system"], settings["chat"], tokenizer),
@@ -66,7 +66,7 @@ class Prompt:
                 [stop] if isinstance(stop, str) else stop,
                 settings["n"],
             )
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # a text with half a surrogate pair is a TypeError of the tokenizer's
             raise ValueError(f"{self.where}: {error}") from error
 
     def _encode(self, system: str | None, chat: bool | None, tokenizer: Tokenizer) -> list[int]:
@@ -84,18 +84,15 @@ def read_prompts(path: Path) -> list[Prompt]:
         ValueError: it holds no prompt, or a line is not what it should be; the message names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Other separators that str.splitlines knows may stand inside a prompt.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected a text file in UTF-8: {error}") from error
-    parse = _parse if path.suffix.lower() in JSONL_SUFFIXES else _plain
+    parse = _parse if path.suffix.lower() in JSONL_SUFFIXES else Prompt
     prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ValueError(f"{path}: no prompt in it; expected one per line")
     return prompts
-
-
-def _plain(line: str, where: str) -> Prompt:
-    return Prompt(line, where)
 
 
 def _parse(line: str, where: str) -> Prompt:

@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="prompts to answer: one per line; or, in a .jsonl file, objects with the keys prompt, system, chat,"
-        " max_new_tokens, temperature, top_k, top_p, seed, n and stop, which override the flags",
+        help="prompts to answer: one per line; or, in a .jsonl, .ndjson or .json file, an object per line with the keys"
+        " prompt, system, chat, max_new_tokens, temperature, top_k, top_p, seed, n and stop, which override the flags",
     )
     flags.add_sampling(result)
     result.add_argument(
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = Tokenizer(options.model_dir)
     requests = [prompt.request(vars(options), tokenizer) for prompt in prompts]
     model = LanguageModel(options.model_dir / MODEL_FILE)
-    prefixes = _system_prefixes(prompts, requests, options.system)
+    prefixes = _system_prefixes(prompts, requests, options, tokenizer)
     cache = model.new_cache(
         options.kv_capacity or _needed_capacity(model, requests, prefixes, options.max_seqs),
         options.kv_dtype,
@@ -91,23 +91,27 @@ def main(arguments: list[str] | None = None) -> None:
         max_seqs=options.max_seqs + len(prefixes),
         rings=options.kv_windows == "program",
     )
-    engine = Engine(model, cache, tokenizer=tokenizer, step_tokens=options.step_tokens)
+    engine = Engine(model, cache, tokenizer=tokenizer, step_tokens=options.step_tokens, max_running=options.max_seqs)
+    with command.console.status("load the model"):
+        for greedy in {request.sampling.is_greedy for request in requests}:
+            model.prepare(greedy=greedy)
     answers = Answers(is_json=options.json)
     for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True), 1):
         answers.add(number, prompt.text, _submit(engine, request))
     for prefix in prefixes:
-        engine.keep(prefix)
-    with command.console.status("load the model"):
-        for greedy in {request.sampling.is_greedy for request in requests}:
-            model.prepare(greedy=greedy)
+        # One that is too long begins no prompt that could be answered.
+        if len(prefix) <= min(cache.capacity, model.max_context):
+            engine.keep(prefix)
     began = time.perf_counter()
     with command.DeferredInterrupt() as interrupt:
-        with Display(engine, cache, answers) as display:
-            while engine.has_work and not interrupt.is_pending:
-                engine.step()
-                display.show()
-        engine.close()
-        answers.print_rest()
+        try:
+            with Display(engine, cache, answers) as display:
+                while engine.has_work and not interrupt.is_pending:
+                    engine.step()
+                    display.show()
+        finally:
+            engine.close()
+            answers.print_rest()
     seconds = time.perf_counter() - began
     running_on = (
         f"KV cache: {options.cache_kind}, {options.kv_dtype}, {cache.capacity:,} tokens; MLX on {command.device()}"
@@ -118,15 +122,17 @@ def main(arguments: list[str] | None = None) -> None:
     answers.raise_if_incomplete()
 
 
-def _system_prefixes(prompts: Sequence[Prompt], requests: Sequence[Request], system: str | None) -> list[list[int]]:
-    """Return the common beginning of the prompts of each system text that several answers have."""
-    groups: dict[object, list[Request]] = {}
+def _system_prefixes(
+    prompts: Sequence[Prompt], requests: Sequence[Request], options: argparse.Namespace, tokenizer: Tokenizer
+) -> list[list[int]]:
+    """Return the common beginning of the prompts of each system text that several prompts have."""
+    groups: dict[object, list[Sequence[int]]] = {}
     for prompt, request in zip(prompts, requests, strict=True):
-        text = prompt.settings.get("system", system)
-        if text is not None:
-            groups.setdefault((text, prompt.settings.get("chat")), []).append(request)
-    shared = [group for group in groups.values() if sum(request.n for request in group) > 1]
-    prefixes = [_common([request.prompt for request in group]) for group in shared]
+        system, chat = (prompt.settings.get(name, getattr(options, name)) for name in ("system", "chat"))
+        if system is not None:
+            is_chat = tokenizer.has_chat_template if chat is None else chat
+            groups.setdefault((system, is_chat), []).append(request.prompt)
+    prefixes = [_common(group) for group in groups.values() if len(group) > 1]
     return [prefix for prefix in prefixes if prefix]
 
 

@@ -37,8 +37,10 @@ class Workers:
         answer: dict[str, Any] = json.loads(self._answer(name))
         return answer
 
-    def close(self) -> None:
-        """End them."""
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for worker in self._workers.values():
             worker.communicate()
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,11 @@ def work(name: str, folder: Path) -> None:
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[int, float]]:
     """Let the contenders take turns; return new tokens per second by contender and batch size."""
-    workers = Workers(__file__, list(CONTENDERS), folder)
     cases = [(name, batch) for batch in options.batch for name in CONTENDERS if name != SLOW or batch == options.slow]
     rates: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     first: dict[int, Any] = {}
-    for turn in range(options.turns):
-        for name, batch in cases:
+    with Workers(__file__, list(CONTENDERS), folder) as workers:
+        for turn, (name, batch) in product(range(options.turns), cases):
             if name == SLOW and turn > 0:
                 continue
             print(f"turn {turn + 1} of {options.turns}: {name}, {batch} prompts", file=sys.stderr)
@@ -147,7 +147,6 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[int, fl
             rates[name, batch].append(batch * options.new / answer["seconds"])
             if answer["tokens"] != first.setdefault(batch, answer["tokens"]):
                 print(f"note: {name} chose other tokens than {ALONE}", file=sys.stderr)
-    workers.close()
     return {
         name: {batch: statistics.median(rates[name, batch]) for batch in options.batch if (name, batch) in rates}
         for name in CONTENDERS

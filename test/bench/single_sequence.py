@@ -160,13 +160,12 @@ def work(name: str, folder: Path) -> None:
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Let the contenders take turns; return seconds by contender."""
-    workers = Workers(__file__, list(CONTENDERS), folder)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
-    for turn in range(options.turns):
-        for name, rows in turns.items():
-            print(f"turn {turn + 1} of {options.turns}: {name}", file=sys.stderr)
-            rows.append(workers.ask(name, {"decode": options.decode, "prefill": options.prefill}))
-    workers.close()
+    with Workers(__file__, list(CONTENDERS), folder) as workers:
+        for turn in range(options.turns):
+            for name, rows in turns.items():
+                print(f"turn {turn + 1} of {options.turns}: {name}", file=sys.stderr)
+                rows.append(workers.ask(name, {"decode": options.decode, "prefill": options.prefill}))
     for name, rows in turns.items():
         if any(turn["tokens"] != turns["Hugging Face on torch"][0]["tokens"] for turn in rows):
             print(f"note: {name} chose other tokens than Hugging Face", file=sys.stderr)

@@ -8,7 +8,7 @@ from .aio import AsyncEngine
 from .engine import Engine, Model, Update
 from .request import Completion, Request
 from .sampling import GREEDY, Sampler, Sampling
-from .statistics import Statistics
+from .statistics import Statistics, rate
 from .text import Detokenizer
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "Sampling",
     "Statistics",
     "Update",
+    "rate",
 ]

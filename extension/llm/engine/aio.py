@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from .engine import Engine, Update
 from .request import Completion, Request
@@ -22,12 +22,13 @@ class AsyncEngine:
         self._queues: dict[Completion, asyncio.Queue[Update | BaseException]] = {}
         self._driver: asyncio.Task[None] | None = None
 
-    async def stream(self, request: Request) -> AsyncIterator[Update]:
-        """Yield what comes for a request, of all its samples; leaving the loop early cancels them.
+    async def stream(self, request: Request) -> AsyncGenerator[Update, None]:
+        """Yield what comes for a request, of all its samples. Closing the generator early cancels them.
 
         Raises:
             ValueError: it can never be answered; see ``Engine.submit``.
-            Exception: a step failed; its request is cancelled.
+            RuntimeError: the engine was closed.
+            Exception: a step failed; all requests that are open are cancelled.
         """
         completions = self._engine.submit(request)
         queue: asyncio.Queue[Update | BaseException] = asyncio.Queue()
@@ -48,23 +49,28 @@ class AsyncEngine:
                 self._queues.pop(completion, None)
 
     async def _drive(self) -> None:
-        """Step while there is work."""
+        """Step while there is work, until nobody waits and steps fail."""
+        is_stuck = False
         try:
-            while self._engine.has_work:
+            while self._engine.has_work and not is_stuck:
                 try:
                     updates = await asyncio.to_thread(self._engine.step)
                 except Exception as error:
-                    if not self._queues:
-                        return
-                    updates = []
-                    for queue in set(self._queues.values()):
-                        queue.put_nowait(error)
-                    # The next step frees what they hold.
-                    for completion in self._queues:
-                        completion.cancel()
-                    self._queues.clear()
+                    # The step after a failure frees what was cancelled.
+                    is_stuck = not self._queues
+                    self._fail(error)
+                    continue
                 for update in updates:
                     if update.completion in self._queues:
                         self._queues[update.completion].put_nowait(update)
         finally:
             self._driver = None
+            self._fail(RuntimeError("the engine was closed, or its driver cancelled, before the answer was complete"))
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell all that wait, and cancel what they wait for."""
+        for queue in set(self._queues.values()):
+            queue.put_nowait(error)
+        for completion in self._queues:
+            completion.cancel()
+        self._queues.clear()

@@ -40,7 +40,7 @@ class Model(Protocol):
         """Run one step; return the logits of the wanted rows, an array [rows, vocabulary] that numpy can read."""
 
     def step_greedy(self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int]) -> list[int]:
-        """Run one step; return the likeliest next token of each wanted row."""
+        """Run one step; return the likeliest next token of each wanted row (any, where its logits are NaN)."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class _Answer:
 class Engine:
     """Answers requests, many in each step.
 
-    ``submit`` and ``Completion.cancel`` may be called from any thread, at any moment; they take effect when the next
-    step begins. ``step`` may, too; calls take turns. After a step that raised nothing is lost: the same tokens are
-    computed when it is called again, and what had ended before is reported then.
+    ``submit``, ``keep`` and ``Completion.cancel`` may be called from any thread, at any moment; they take effect when
+    the next step begins. ``step`` may, too; calls take turns. Where the model's step raises, or is interrupted, nothing
+    is lost: the same tokens are computed when ``step`` is called again, and what had ended before is reported then.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Engine:
         *,
         tokenizer: Detokenizer | None = None,
         step_tokens: int | None = None,
+        max_running: int | None = None,
         when_full: str = "preempt",
     ) -> None:
         """Begin with nothing to do.
@@ -94,18 +95,26 @@ class Engine:
             model: computes the steps.
             cache: an empty cache with the model's layers; nothing else may use it.
             tokenizer: gives answers their text; None leaves it empty.
-            step_tokens: the most tokens of a step, and the most sequences that run at once; None for the model's own
-                limit. Fewer make the steps in which prompts arrive shorter.
+            step_tokens: the most tokens of a step; None for the model's own limit. Fewer make those steps shorter in
+                which prompts arrive.
+            max_running: the most sequences that run at once; None for as many as a step and the cache take.
             when_full: what becomes of the newest sequence when the cache is full: "preempt" computes it again later,
                 "refuse" ends it.
 
         Raises:
-            ValueError: an unknown policy, or a step size out of range.
+            TypeError: the cache is not one for many sequences.
+            ValueError: an unknown policy, a number out of range, or a cache that holds something.
         """
+        if not isinstance(cache, BatchControl):
+            raise TypeError(f"expected a cache of a batched kind, got {type(cache).__name__}")
+        if cache.free != cache.capacity:
+            raise ValueError(f"expected an empty cache, got one that holds {cache.capacity - cache.free} tokens")
         most = model.max_step
         step_tokens = most if step_tokens is None else step_tokens
         if not 1 <= step_tokens <= most:
             raise ValueError(f"step_tokens: expected 1 to {most}, the model's limit, got {step_tokens}")
+        if max_running is not None and max_running < 1:
+            raise ValueError(f"max_running: expected 1 or more, got {max_running}")
         if when_full not in WHEN_FULL:
             raise ValueError(f"when_full: expected one of {', '.join(WHEN_FULL)}, got {when_full!r}")
         self.statistics = Statistics()
@@ -113,7 +122,7 @@ class Engine:
         self._cache = cache
         self._tokenizer = tokenizer
         self._refuses = when_full == "refuse"
-        self._scheduler = Scheduler(cache, step_tokens)
+        self._scheduler = Scheduler(cache, step_tokens, min(step_tokens, max_running or step_tokens))
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._inbox: deque[_Answer | Job] = deque()
@@ -129,7 +138,7 @@ class Engine:
             ValueError: it can never be answered: the prompt is longer than the model's context or the cache, a token
                 lies outside the vocabulary, or there are stop strings and no tokenizer.
         """
-        room = self._check_prompt(request.prompt)
+        room = self._check(request.prompt, "prompt")
         if request.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give the engine one")
         # The last new token is never fed back, so that it needs no room.
@@ -146,8 +155,8 @@ class Engine:
     def keep(self, prefix: Sequence[int]) -> None:
         """Compute a common beginning of prompts once, and keep it in the cache for all requests that begin with it.
 
-        Running sequences share their beginnings without being asked to; a prefix outlives them. It takes part of the
-        cache's capacity, and is given up where a single sequence needs that.
+        Running sequences share their beginnings without being asked to; a prefix outlives them. It is older than any
+        request, takes its tokens of the cache's capacity, and is given up where a sequence that runs alone needs them.
 
         Raises:
             ValueError: it is empty, too long, or a token lies outside the vocabulary.
@@ -155,18 +164,18 @@ class Engine:
         tokens = list(prefix)
         if not tokens:
             raise ValueError("the prefix has no tokens")
-        self._check_prompt(tokens)
+        self._check(tokens, "prefix")
         self._inbox.append(Job((0, next(self._numbers)), tokens, len(tokens), is_prefix=True))
 
     @property
     def num_running(self) -> int:
-        """Sequences that the next step will advance."""
-        return len(self._scheduler.running)
+        """Answers that the next step will advance."""
+        return sum(not job.is_prefix for job in self._scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for room."""
-        return len(self._inbox) + len(self._scheduler.waiting)
+        """Answers that wait for room."""
+        return len(self._inbox) + sum(not job.is_prefix for job in self._scheduler.waiting)
 
     @property
     def has_work(self) -> bool:
@@ -298,7 +307,8 @@ class Engine:
     ) -> None:
         """End an answer and free its sequence."""
         completion = answer.completion
-        rest = "" if is_cut else answer.text.finish(completion.tokens)
+        rest, is_stopped = ("", False) if is_cut else answer.text.finish()
+        reason = "stop" if is_stopped and reason == "length" else reason
         self._scheduler.remove(answer.job)
         del self._answers[answer.job]
         completion.text += rest
@@ -330,12 +340,12 @@ class Engine:
 
     # -- inside ------------------------------------------------------------
 
-    def _check_prompt(self, tokens: Sequence[int]) -> int:
+    def _check(self, tokens: Sequence[int], what: str) -> int:
         """Raise ValueError for tokens that can never be computed; return the longest sequence there can be."""
         room = min(self._model.max_context, self._cache.capacity)
         if len(tokens) > room:
             raise ValueError(
-                f"the prompt has {len(tokens)} tokens and there is room for {room}: shorten it, or raise the cache's"
+                f"the {what} has {len(tokens)} tokens and there is room for {room}: shorten it, or raise the cache's"
                 f" capacity of {self._cache.capacity} (the model's context is {self._model.max_context})"
             )
         wrong = [token for token in tokens if not 0 <= token < self._model.vocab_size]

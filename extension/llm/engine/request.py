@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .sampling import GREEDY, Sampling
+from .statistics import rate
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ class Completion:
             "shared_tokens": self.shared_tokens,
             "queued_s": round(started - self.submitted, 4),
             "prefill_s": round(prefill_s, 4),
-            "prefill_tokens_per_s": round(len(self.request.prompt) / prefill_s, 2) if prefill_s else 0.0,
+            "prefill_tokens_per_s": rate(len(self.request.prompt), prefill_s),
             "decode_tokens": later,
             "decode_s": round(decode_s, 4),
-            "decode_tokens_per_s": round(later / decode_s, 2) if decode_s else 0.0,
+            "decode_tokens_per_s": rate(later, decode_s),
             "preemptions": self.preemptions,
         }

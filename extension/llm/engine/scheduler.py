@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from executorch_mlx.extension.llm.cache import BatchControl, CacheFullError
 
 HEADROOM = 16
-"""Tokens that a sequence may grow by before a newly admitted one may have taken its room."""
+"""Tokens that each running sequence is expected to grow by: admission leaves so much room."""
 
 LEAST_SHARED = 16
 """Tokens of a common beginning that are worth a clone; a whole prompt and a kept prefix always are."""
@@ -109,19 +109,20 @@ class Scheduler:
         kept: prefixes that are computed.
     """
 
-    def __init__(self, cache: BatchControl, step_tokens: int) -> None:
+    def __init__(self, cache: BatchControl, step_tokens: int, max_running: int) -> None:
         """Begin with no jobs.
 
         Args:
             cache: an empty cache.
             step_tokens: the most tokens of a step.
+            max_running: the most jobs that run at once; no more than a step's tokens.
         """
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.kept: list[Job] = []
         self._cache = cache
         self._step_tokens = step_tokens
-        self._most_running = min(step_tokens, cache.max_seqs)
+        self._max_running = max_running
         # The job that last lacked room, what it could have shared, and how much there was: it is not tried again until
         # there is more of either.
         self._unfit: tuple[Job | None, int, int] = (None, 0, 0)
@@ -159,7 +160,7 @@ class Scheduler:
             if not self.running:
                 raise self._full(self.waiting[0])
         preempted = self._make_room()
-        return StepPlan(self._chunks(), [job for job in begun if job not in preempted], preempted)
+        return StepPlan(self._chunks(), begun, preempted)
 
     def commit(self, chunks: Sequence[Chunk]) -> None:
         """Record that a step has been computed."""
@@ -172,7 +173,8 @@ class Scheduler:
         """Let waiting jobs begin, oldest first, until one does not fit."""
         begun = []
         for job in list(self.waiting):
-            if len(self.running) >= self._most_running:
+            num_live = len(self.running) + len(self.kept)
+            if len(self.running) >= self._max_running or num_live >= self._cache.max_seqs:
                 break
             source, computed, coming = self._shared(job)
             gain = coming - computed
@@ -199,8 +201,10 @@ class Scheduler:
             least = min(LEAST_SHARED, most, len(other.tokens) if other.is_prefix else most)
             if common >= least:
                 coming = max(coming, common)
-            if min(common, other.position) >= max(least, computed + 1):
-                source, computed = other, min(common, other.position)
+            has = min(common, other.position)
+            # Of equals the shorter one: what its rings have overwritten is the least.
+            if has >= max(least, computed + 1) or (source and has == computed and other.position < source.position):
+                source, computed = other, has
         return source, computed, coming
 
     def _begin(self, job: Job, source: Job | None, common: int) -> bool:
@@ -308,5 +312,7 @@ def _id(job: Job) -> int:
 
 def _common(tokens: Sequence[int], others: Sequence[int], most: int) -> int:
     """Return how many first tokens are equal, at most ``most``."""
-    most = min(most, len(others))
-    return next((index for index in range(most) if tokens[index] != others[index]), max(most, 0))
+    most = max(min(most, len(others)), 0)
+    if tokens[:most] == others[:most]:
+        return most
+    return next((index for index in range(most) if tokens[index] != others[index]), most)

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def rate(tokens: int, seconds: float) -> float:
+    """Return tokens per second, to show; 0 where no time was spent."""
+    return round(tokens / seconds, 2) if seconds else 0.0
+
+
 @dataclass
 class Statistics:
     """What an engine has done.
@@ -12,7 +17,7 @@ class Statistics:
     Attributes:
         steps: forwards.
         prefill_tokens: tokens computed of prompts, and again of preempted sequences.
-        shared_tokens: tokens of prompts that did not have to be computed, since another sequence had done so.
+        shared_tokens: tokens that did not have to be computed for a sequence, since another one had done so.
         new_tokens: tokens generated, stop tokens included.
         prefill_s: seconds of the steps that carried any prefill tokens.
         decode_steps, decode_tokens, decode_s: steps that carried none, the tokens they generated, and their seconds.
@@ -43,5 +48,5 @@ class Statistics:
         }
         return {
             **{name: round(value, 4) for name, value in vars(self).items()},
-            **{name: round(tokens / over, 2) if over else 0.0 for name, (tokens, over) in rates.items()},
+            **{name: rate(tokens, over) for name, (tokens, over) in rates.items()},
         }

@@ -40,26 +40,39 @@ class AnswerText:
         self.text = ""
         self._tokenizer = tokenizer
         self._stream = tokenizer.stream() if tokenizer is not None else None
+        self._tokens: list[int] = []
         self._stop = tuple(stop)
         self._held = ""
 
     def push(self, token: int) -> tuple[str, bool]:
-        """Add a token; return the text that is certain now, and whether a stop string ended the answer before it."""
-        if self._stream is None:
+        """Add a token; return the text that is certain now, and whether a stop string has ended it."""
+        if self._tokenizer is None or self._stream is None:
             return "", False
-        self._held += self._stream.push(token)
+        self._tokens.append(token)
+        try:
+            self._held += self._stream.push(token)
+        except Exception:  # a decoder raises what it likes for a token that does not follow the ones before
+            self._held = self._rest(self._tokenizer).rstrip("\N{REPLACEMENT CHARACTER}")
+            self._stream = self._tokenizer.stream()
+        return self._give_certain()
+
+    def finish(self) -> tuple[str, bool]:
+        """End the answer; return the rest of its text, and whether a stop string has ended it before that."""
+        if self._tokenizer is None:
+            return "", False
+        # The whole text also shows a character whose last bytes never came.
+        self._held = self._rest(self._tokenizer)
+        text, is_stopped = self._give_certain()
+        return (text, True) if is_stopped else (text + self._give(len(self._held)), False)
+
+    def _rest(self, tokenizer: Detokenizer) -> str:
+        """Return what has not been given out of the text of all tokens."""
+        whole = tokenizer.decode(self._tokens)
+        return whole[len(self.text) :] if whole.startswith(self.text) else self._held
+
+    def _give_certain(self) -> tuple[str, bool]:
         ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         return self._give(min(ends) if ends else len(self._held) - self._uncertain()), bool(ends)
-
-    def finish(self, tokens: list[int]) -> str:
-        """End an answer that no stop string has ended; return the rest of its text."""
-        if self._tokenizer is None:
-            return ""
-        # The whole text also shows a character whose last bytes never came.
-        whole = self._tokenizer.decode(tokens)
-        if whole.startswith(self.text):
-            self._held = whole[len(self.text) :]
-        return self._give(len(self._held))
 
     def _uncertain(self) -> int:
         """Return how many last characters may be the beginning of a stop string."""

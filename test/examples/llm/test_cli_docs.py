@@ -23,7 +23,7 @@ def test_cli_page_is_what_the_parsers_say() -> None:
     assert module.page() == PAGE, "run python tools/cli_docs.py"
 
 
-@pytest.mark.parametrize("command", ["export_llm", "run_llm"])
+@pytest.mark.parametrize("command", ["export_llm", "run_llm", "run_llm_batched", "bench_llm"])
 def test_cli_page_names_every_flag_that_help_prints(command: str) -> None:
     name = f"executorch_mlx.examples.llm.{command}"
     result = subprocess.run([sys.executable, "-m", name, "--help"], capture_output=True, text=True, check=True)

@@ -248,8 +248,8 @@ def test_request_that_waited_for_room_begins_as_soon_as_there_is_some(world: Exp
 
 def test_cache_that_something_else_fills_is_an_error_until_it_is_freed(world: ExportedWorld, kind: str) -> None:
     cache = world.model.new_cache(60, kind=kind, max_seqs=3)
-    foreign = fill(world, cache, 30)
     engine = Engine(world.model, cache)
+    foreign = fill(world, cache, 30)
     answers = [*engine.submit(Request(tokens_of(1, 5), 4)), *engine.submit(Request(tokens_of(2, 40), 4))]
     with pytest.raises(CacheFullError, match=r"30 of 60 tokens .* something else uses the cache"):
         for _ in engine.run():
@@ -322,6 +322,7 @@ def test_prefix_that_can_never_be_kept_is_one_error(world: ExportedWorld, prefix
     [
         ({"step_tokens": 17}, "step_tokens: expected 1 to 16, the model's limit, got 17"),
         ({"step_tokens": 0}, "step_tokens: expected 1 to 16"),
+        ({"max_running": 0}, "max_running: expected 1 or more, got 0"),
         ({"when_full": "wait"}, "when_full: expected one of preempt, refuse, got 'wait'"),
     ],
     ids=str,
@@ -329,6 +330,17 @@ def test_prefix_that_can_never_be_kept_is_one_error(world: ExportedWorld, prefix
 def test_engine_option_out_of_range_is_an_error(world: ExportedWorld, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine_for(world, "batched", **options)
+
+
+def test_cache_that_is_not_the_engines_own_is_an_error(world: ExportedWorld) -> None:
+    with pytest.raises(TypeError, match="expected a cache of a batched kind, got MLXSequenceCache"):
+        Engine(world.model, world.model.new_cache(30))
+    cache = world.model.new_cache(30, kind="batched")
+    cache.declare_step([cache.seq_new()] * 3)
+    with CacheSession(cache):
+        world.model.step_greedy([1, 2, 3], range(3), [2])
+    with pytest.raises(ValueError, match="expected an empty cache, got one that holds 3 tokens"):
+        Engine(world.model, cache)
 
 
 @pytest.mark.parametrize("length", [95, 96])
@@ -654,7 +666,7 @@ class ScriptedModel(TokenModel):
 
 
 class Characters:
-    """A tokenizer whose tokens are characters; ``^`` completes none, and the next one brings both."""
+    """A tokenizer whose tokens are characters; ``^`` completes none, the next one brings both; ``~`` is an error."""
 
     def __init__(self) -> None:
         self._late = ""
@@ -663,6 +675,8 @@ class Characters:
         return Characters()
 
     def push(self, token: int) -> str:
+        if token == ord("~"):
+            raise Exception("this decoder has lost its way")
         text, self._late = self._late + chr(token), ""
         if text == "^":
             self._late, text = text, ""
@@ -685,6 +699,7 @@ class Characters:
         ("xbcd", ["abcd", "bc"], "x", 3),
         ("END", ["END"], "", 3),
         ("a^b", ["^b"], "a", 3),
+        ("ab~c stop", ["stop"], "ab~c ", 9),
     ],
 )
 def test_stop_string_ends_the_text_before_it(script: str, stop: list[str], text: str, num_tokens: int) -> None:
@@ -705,6 +720,11 @@ def test_what_was_held_back_for_a_stop_string_comes_at_the_end(
     (answer, updates) = say(script, stop, max_new_tokens)
     assert answer.finish_reason == "length"
     assert answer.text == "".join(update.text for update in updates) == script
+
+
+def test_stop_string_that_only_the_end_shows_is_one_all_the_same() -> None:
+    (answer, updates) = say("ab^", ["^"], 3)
+    assert (answer.text, answer.finish_reason, updates[-1].finish_reason) == ("ab", "stop", "stop")
 
 
 def test_text_is_given_out_as_soon_as_it_is_certain() -> None:

@@ -162,6 +162,25 @@ def test_step_that_fails_again_and_again_is_not_repeated_for_nobody() -> None:
     assert len(watched.failures) > 90, "nobody waits for the prefix alone"
 
 
+def test_closing_the_engine_ends_its_streams() -> None:
+    engine, watched, cache = engine_over()
+
+    async def main() -> None:
+        server = AsyncEngine(engine)
+        stream = server.stream(request(3, 40))
+        await anext(stream)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(RuntimeError, match="the engine was closed"):
+            async for _ in stream:
+                pass
+        await all_others()
+        assert (await consume(server, request(1)))[0].finish_reason == "length"
+
+    run(main())
+    assert cache.free == CAPACITY
+    assert watched.calls
+
+
 def test_request_that_can_never_be_answered_is_the_streams_error() -> None:
     engine, _, _ = engine_over()
 

@@ -226,4 +226,4 @@ def exported_world(request: pytest.FixtureRequest, one_torch_thread: None) -> Ex
 def test_any_schedule_of_an_exported_model_gives_each_answer_as_if_it_were_alone(
     exported_world: ExportedWorld, kind: str
 ) -> None:
-    run_machine(exported_world, kind, divisor=30, happens=("preemptions", "failures", "shared", "length"))
+    run_machine(exported_world, kind, divisor=25, happens=("preemptions", "length"))

@@ -6,6 +6,8 @@ import io
 import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,9 @@ def test_answers_are_those_of_each_prompt_alone_in_the_prompts_order(
 
 def test_prompts_of_a_text_file_are_its_lines(tiny: Any, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "prompts.txt"
-    path.write_text("one\n\n  two \n{three}\n")
+    path.write_bytes("\ufeffone\r\n\n  two \n{three}\nfo\u2028ur\n".encode())
     rows = batched(tiny, capsys, "--prompts", str(path), "--prompt", "zero", "--max-new-tokens", "1")
-    assert [row["prompt"] for row in rows] == ["zero", "one", "  two ", "{three}"]
+    assert [row["prompt"] for row in rows] == ["zero", "one", "  two ", "{three}", "fo\u2028ur"]
 
 
 def test_settings_of_a_jsonl_line_override_the_flags(tiny: Any, tmp_path: Path, capsys: Capture) -> None:
@@ -103,8 +105,28 @@ def test_system_prompt_is_computed_once_and_begins_every_prompt(tiny: Any, capsy
         assert row["timings"]["shared_tokens"] >= len(system)
 
 
+def test_system_prompt_that_is_too_long_is_the_error_of_its_prompts_only(
+    tiny: Any, tmp_path: Path, capsys: Capture
+) -> None:
+    long = {"system": "x" * 60, "chat": False, "max_new_tokens": 2}
+    path = jsonl(tmp_path, {"prompt": "a", **long}, {"prompt": "b", **long}, {"prompt": "c", "max_new_tokens": 2})
+    with pytest.raises(ValueError, match="2 of 3 answers failed"):
+        batched(tiny, capsys, "--prompts", path, "--kv-capacity", "50")
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["finish_reason"] for row in rows] == ["error", "error", "length"]
+
+
+def test_no_more_answers_run_than_may_though_a_system_prompt_is_kept(tiny: Any, capsys: Capture) -> None:
+    arguments = [*flags_of(("Hello", "Good bye", "What?")), "--system", "Be brief.", "--max-new-tokens", "4"]
+    one_by_one = batched(tiny, capsys, *arguments, "--max-seqs", "1", "--n", "2")
+    run_llm_batched.main(["--model-dir", str(tiny.folder), *arguments, "--max-seqs", "1"])
+    assert "steps of at most 1 sequences" in capsys.readouterr().err
+    together = batched(tiny, capsys, *arguments, "--n", "2")
+    assert [answer(row) for row in one_by_one] == [answer(row) for row in together]
+
+
 def test_system_text_without_a_chat_template_comes_before_each_prompt(tiny: Any, capsys: Capture) -> None:
-    got = batched(tiny, capsys, "--no-chat", "--system", "Once ", "--prompt", "upon", "--prompt", "a", "--n", "1")
+    got = batched(tiny, capsys, "--no-chat", "--system", "Once ", "--prompt", "upon", "--prompt", "a")
     expected = alone(tiny, capsys, "--no-chat", "--prompt", "Once upon", "--prompt", "Once a")
     assert [row["tokens"] for row in got] == [row["tokens"] for row in expected]
 
@@ -133,7 +155,7 @@ def test_windows_may_be_kept_whole(windowed: Any, tiny: Any, capsys: Capture) ->
 
 def test_prompt_that_never_fits_is_one_error_and_the_others_are_answered(tiny: Any, capsys: Capture) -> None:
     arguments = ["--max-new-tokens", "3", "--no-chat", "--prompt", "abc", "--prompt", "x" * 97, "--prompt", "de"]
-    with pytest.raises(ValueError, match="1 of 3 answers failed; the others are complete"):
+    with pytest.raises(ValueError, match="1 of 3 answers failed"):
         batched(tiny, capsys, *arguments)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["finish_reason"] for row in rows] == ["length", "error", "length"]
@@ -174,6 +196,8 @@ NO_CHAT = ("--no-chat",)
         ),
         (("--prompts", "{folder}/type.jsonl"), ValueError, "type.jsonl, line 1: n: expected an integer, got True"),
         (("--prompts", "{folder}/range.jsonl"), ValueError, "range.jsonl, line 2: top_p: expected more than 0"),
+        (("--prompts", "{folder}/surrogate.jsonl"), ValueError, "surrogate.jsonl, line 1: "),
+        (("--prompts", "{folder}/stop.jsonl"), ValueError, "stop.jsonl, line 1: stop: expected a list of texts that"),
         (("--prompts", "{folder}/nothing.jsonl", *NO_CHAT), ValueError, "nothing.jsonl, line 2: the prompt has no tok"),
         (("--prompt", "a", "--prompt", "", *NO_CHAT), ValueError, "prompt 2: the prompt has no tokens"),
         (("--prompt", "a", "--max-new-tokens", "-1"), ValueError, "--max-new-tokens: expected 1 or more, got -1"),
@@ -208,6 +232,8 @@ def test_wrong_input_is_one_error_before_any_work(
         "key.jsonl": '{"prompt": "a"}\n\n{"prompt": "a", "promt": "b"}',
         "type.jsonl": '{"prompt": "a", "n": true}',
         "range.jsonl": '{"prompt": "a"}\n{"prompt": "a", "top_p": 0}',
+        "surrogate.jsonl": '{"prompt": "\\ud800"}',
+        "stop.jsonl": '{"prompt": "a", "stop": ""}',
         "nothing.jsonl": '{"prompt": "a"}\n{"prompt": ""}',
     }
     for name, content in files.items():
@@ -259,6 +285,33 @@ def test_ctrl_c_prints_what_is_done_and_how_far_the_rest_is(tiny: Any, tmp_path:
     ]
     assert "interrupted: 1 of 3 answers are complete" in captured.err
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_failing_step_loses_no_answer_that_is_complete(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    step, steps = Engine.step, iter(range(1, 100))
+
+    def stepped(engine: Engine) -> Any:
+        if next(steps) == 6:
+            raise RuntimeError("the device is gone")
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", stepped)
+    given = [{"prompt": text, "max_new_tokens": new, "chat": False} for text, new in (("abc", 20), ("de", 2))]
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        batched(tiny, capsys, "--prompts", jsonl(tmp_path, *given))
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["prompt"], row["finish_reason"]) for row in rows] == [("abc", "interrupted"), ("de", "length")]
+
+
+@pytest.mark.parametrize(("prompt", "status"), [("x" * 97, 2), ("a", 0)], ids=["too long", "good"])
+def test_exit_status_says_whether_all_prompts_were_answered(tiny: Any, prompt: str, status: int) -> None:
+    code = "from executorch_mlx.examples.llm import command, run_llm_batched; command.run(run_llm_batched.main)"
+    arguments = ["--model-dir", str(tiny.folder), "--max-new-tokens", "2", "--no-chat", "--prompt", prompt]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_progress_and_totals_are_plain_lines_where_there_is_no_terminal(
