@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +62,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._seed = np.random.SeedSequence(sampling.seed).entropy
+        self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
 
     @property
     def is_greedy(self) -> bool:
