@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..program import Graph, Node, ProgramError, SlotType, Tid, Vid
-from .device import mx
-from .kernels import KERNELS, At, StepState
+from ..program.verify import static_shape
+from .device import DTYPES, mx
+from .kernels import KERNELS, At, Step, StepState
 
 # Views of a constant that are worth making once instead of in each run: a linear layer's transposed weight.
 _FOLDED = ("TransposeNode",)
@@ -26,6 +27,8 @@ class CompiledProgram:
     Calling it builds MLX's lazy graph and evaluates nothing but what the program itself reads (positions, sizes from
     data): evaluate the outputs and what the cache's ``release()`` returns together.
 
+    A program's mutable buffers keep what a run has written only if ``commit`` follows it.
+
     Attributes:
         graph: the program.
         uses_cache: whether any instruction attends over a KV cache.
@@ -39,22 +42,33 @@ class CompiledProgram:
             constants: an array per constant tensor slot.
 
         Raises:
-            ProgramError: an instruction that this runtime does not know, or state that it does not keep.
+            ProgramError: an instruction that this runtime does not know.
         """
         self.graph = graph
         check_supported(graph)
         nodes = graph.instruction_chains[graph.main_chain_idx].instructions
-        self.uses_cache = any(node.kind == "UpdateAndAttendNode" for node in nodes)
-        at = At(graph.num_tensors, _handed_in(graph, nodes))
+        every = [node for chain in graph.instruction_chains for node in chain.instructions]
+        self.uses_cache = any(node.kind == "UpdateAndAttendNode" for node in every)
+
+        def compiled_chain(index: int, at: At) -> list[Step]:
+            return [KERNELS[node.kind](node, at) for node in graph.instruction_chains[index].instructions]
+
+        at = At(graph.num_tensors, _handed_in(graph, every), compiled_chain)
         # The last entry is the run's StepState.
         self._initial: list[Any] = [None] * (graph.num_tensors + graph.num_values + 1)
         for index, array in constants.items():
             self._initial[index] = array
+        self._buffers = _buffers(graph)
+        for index in self._buffers:
+            meta = graph.tensor_meta[index]
+            assert meta is not None, "the verifier has checked that buffers are described"
+            self._initial[index] = mx.zeros(static_shape(index, meta), DTYPES[meta.scalar_type])
         self._initial[-1] = StepState(None)
         if graph.init_chain_idx >= 0:
-            for node in graph.instruction_chains[graph.init_chain_idx].instructions:
-                KERNELS[node.kind](node, at)(self._initial)
-        folded = _folded_nodes(graph, nodes)
+            for step in at.chain(graph.init_chain_idx):
+                step(self._initial)
+        self._written: dict[int, mx.array] = {}
+        folded = _folded_nodes(graph, nodes, every)
         for node in folded:
             KERNELS[node.kind](node, at)(self._initial)
         skip = {id(node) for node in folded}
@@ -74,20 +88,37 @@ class CompiledProgram:
         """
         if len(inputs) != len(self._inputs):
             raise ValueError(f"the program takes {len(self._inputs)} inputs, got {len(inputs)}")
+        self._written = {}
         env = self._initial.copy()
         for index, value in zip(self._inputs, inputs, strict=True):
             env[index] = value
         env[-1] = StepState(cache)
         for step in self._steps:
             step(env)
+        self._written = {index: env[index].astype(self._initial[index].dtype) for index in self._buffers}
         return [env[index] for index in self._outputs]
+
+    def written(self) -> list[mx.array]:
+        """Return what the last run has put into the mutable buffers; it is to be evaluated with the outputs."""
+        return list(self._written.values())
+
+    def commit(self) -> None:
+        """Keep it."""
+        for index, array in self._written.items():
+            self._initial[index] = array
+        self._written = {}
 
 
 def check_supported(graph: Graph) -> None:
     """Raise ProgramError naming what this runtime cannot run, if there is anything."""
-    chains = {graph.main_chain_idx, graph.init_chain_idx} - {-1}
-    kinds = {node.kind for index in chains for node in graph.instruction_chains[index].instructions}
-    unknown = sorted(kinds - KERNELS.keys())
+    nodes = [node for chain in graph.instruction_chains for node in chain.instructions]
+    foreign = sorted({node.name for node in nodes if node.kind == "MetalKernelNode"})
+    if foreign:
+        raise ProgramError(
+            f"the program brings Metal source of its own ({', '.join(foreign)}), which is not run: export it without"
+            " custom kernels"
+        )
+    unknown = sorted({node.kind for node in nodes} - KERNELS.keys())
     if unknown:
         raise ProgramError(
             f"this runtime does not implement {', '.join(unknown)}; the program needs it: export the model without"
@@ -96,11 +127,11 @@ def check_supported(graph: Graph) -> None:
     init = graph.instruction_chains[graph.init_chain_idx].instructions if graph.init_chain_idx >= 0 else []
     if any(node.kind == "UpdateAndAttendNode" for node in init):
         raise ProgramError("the program attends over a KV cache while it is loaded, before there can be one")
-    if graph.num_mutable_buffer_tensors:
-        raise ProgramError(
-            f"the program keeps {graph.num_mutable_buffer_tensors} mutable buffers; this runtime keeps state in KV"
-            " caches only: export with rewrite_attention"
-        )
+
+
+def _buffers(graph: Graph) -> range:
+    first = graph.num_constant_tensors + graph.num_input_tensors + graph.num_output_tensors
+    return range(first, first + graph.num_mutable_buffer_tensors)
 
 
 def _slot(entry: Any) -> Tid | Vid:
@@ -116,9 +147,9 @@ def _handed_in(graph: Graph, nodes: list[Node]) -> frozenset[Tid | Vid]:
     return frozenset(found)
 
 
-def _folded_nodes(graph: Graph, nodes: list[Node]) -> list[Node]:
+def _folded_nodes(graph: Graph, nodes: list[Node], every: list[Node]) -> list[Node]:
     """Nodes whose result is the same in each run and whose slot nothing else writes."""
-    writes = Counter(slot for node in nodes for name, slot in node.slots() if name in ("out", "outs"))
+    writes = Counter(slot for node in every for name, slot in node.slots() if name in ("out", "outs", "sliced"))
     return [
         node
         for node in nodes

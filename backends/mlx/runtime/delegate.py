@@ -133,11 +133,12 @@ class Delegate:
         try:
             outputs = self.program(inputs, cache)
             outputs = [self._as_declared(index, out) for index, out in enumerate(outputs)]
-            self._evaluate(outputs, cache)
+            self._evaluate(outputs, self.program.written(), cache)
             for index, out in enumerate(outputs):
                 if isinstance(out, mx.array):
                     _check_shape(f"delegate output {index}", self._outputs[index], out.shape)
                 arguments.set(len(self._inputs) + index, out)
+            self.program.commit()
         except BaseException:
             if cache is not None:
                 cache.fail_step()  # should the caller hold the step open, it cannot be committed
@@ -165,10 +166,10 @@ class Delegate:
         return mx.contiguous(out if meta is None else out.astype(DTYPES[meta.scalar_type]))
 
     @staticmethod
-    def _evaluate(outputs: list[Any], cache: MLXCache[Any] | None) -> None:
+    def _evaluate(outputs: list[Any], buffers: list[mx.array], cache: MLXCache[Any] | None) -> None:
         pools = cache.release() if cache is not None else []
         try:
-            mx.eval([out for out in outputs if isinstance(out, mx.array)], pools)
+            mx.eval([out for out in outputs if isinstance(out, mx.array)], buffers, pools)
         except Exception as error:
             if cache is not None:
                 cache.mark_lost(f"{type(error).__name__}: {error}")

@@ -15,7 +15,6 @@ from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.backends.mlx.program import (
     Graph,
     InstructionChain,
-    NamedSlot,
     ProgramError,
     ShapeDim,
     SlotType,
@@ -308,16 +307,6 @@ def test_delegate_with_an_instruction_that_the_format_does_not_know_raises() -> 
     payload[tag_at] = 255
     with pytest.raises(ProgramError, match="unknown instruction 255"):
         Delegate(bytes(payload), None, None)
-
-
-def test_delegate_with_mutable_buffers_raises() -> None:
-    graph = unary_graph("NegNode")
-    graph.num_mutable_buffer_tensors = 1
-    graph.tensor_meta.append(graph.tensor_meta[0])
-    graph.mutable_buffer_map = [SlotVariant(2, SlotType.TensorSlot)]
-    graph.named_slots = [NamedSlot("state", SlotVariant(2, SlotType.TensorSlot))]
-    with pytest.raises(ProgramError, match="1 mutable buffers"):
-        Delegate(write_payload(graph), None, None)
 
 
 def test_delegate_of_another_format_version_raises() -> None:

@@ -1,0 +1,13 @@
+"""What each instruction does: a table from node kinds to MLX functions, in parts by subject."""
+
+from . import attention, control, elementwise, indexing, products, reductions, shapes, values
+from .base import At, Row, Step
+from .state import StepState
+
+KERNELS: dict[str, Row] = {
+    kind: row
+    for part in (values, elementwise, reductions, shapes, indexing, products, attention, control)
+    for kind, row in part.KERNELS.items()
+}
+
+__all__ = ["KERNELS", "At", "Step", "StepState"]

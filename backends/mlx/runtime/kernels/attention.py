@@ -1,0 +1,97 @@
+"""What transformers are made of: norms, rotations, attention."""
+
+from __future__ import annotations
+
+from ...program import Node
+from ..device import mx
+from .base import At, Env, Row, Step, dtype_of, get
+from .state import StepState
+
+
+def _layer_norm(node: Node, at: At) -> Step:
+    x, out, eps = at(node.x), at(node.out), node.eps
+    weight = None if node.weight is None else at(node.weight)
+    bias = None if node.bias is None else at(node.bias)
+
+    def step(env: Env) -> None:
+        env[out] = mx.fast.layer_norm(
+            env[x], None if weight is None else env[weight], None if bias is None else env[bias], eps
+        )
+
+    return step
+
+
+def _rms_norm(node: Node, at: At) -> Step:
+    x, out, eps = at(node.x), at(node.out), node.eps
+    weight = None if node.weight is None else at(node.weight)
+
+    def step(env: Env) -> None:
+        env[out] = mx.fast.rms_norm(env[x], None if weight is None else env[weight], eps)
+
+    return step
+
+
+def _rope(node: Node, at: At) -> Step:
+    x, out, offset = at(node.x), at(node.out), get(node.offset, at)
+    freqs = None if node.freqs is None else at(node.freqs)
+    dims, traditional, base, scale = node.dims, node.traditional, node.base, node.scale
+
+    def fused(env: Env) -> None:
+        env[out] = mx.fast.rope(
+            env[x],
+            dims,
+            traditional=traditional,
+            base=base if freqs is None else None,
+            scale=scale,
+            offset=offset(env),
+            freqs=None if freqs is None else env[freqs],
+        )
+
+    def composed(env: Env) -> None:
+        if env[x].ndim != 4:
+            fused(env)
+            return
+        state: StepState = env[-1]
+        array, table = env[x], None if freqs is None else env[freqs]
+        env[out] = state.rotation(dims, base, scale, array.shape[2], offset(env), table).apply(array)
+
+    # On the CPU MLX has no fused kernel: its own composition computes each angle anew in every layer.
+    is_composed = mx.default_device().type == mx.cpu and not traditional and dims % 2 == 0
+    return composed if is_composed else fused
+
+
+def _sdpa(node: Node, at: At) -> Step:
+    q, k, v, out, scale = at(node.q), at(node.k), at(node.v), at(node.out), node.scale
+    mask = None if node.mask is None else at(node.mask)
+    causal = "causal" if node.causal else None
+
+    def step(env: Env) -> None:
+        env[out] = mx.fast.scaled_dot_product_attention(
+            env[q], env[k], env[v], scale=scale, mask=causal if mask is None else env[mask]
+        )
+
+    return step
+
+
+def _update_and_attend(node: Node, at: At) -> Step:
+    if node.layer_id is None or node.scale is None:
+        raise ValueError("UpdateAndAttendNode: layer_id and scale are required")
+    q, k, v, position, out = at(node.q), at(node.k), at(node.v), at(node.position), at(node.out)
+    layer, scale = node.layer_id, node.scale
+    dtype = None if node.out_dtype is None else dtype_of(node.out_dtype)
+
+    def step(env: Env) -> None:
+        state: StepState = env[-1]
+        result = state.cache.attend(layer, state.positions(position, env[position]), env[q], env[k], env[v], scale)
+        env[out] = result if dtype is None else result.astype(dtype)
+
+    return step
+
+
+KERNELS: dict[str, Row] = {
+    "LayerNormNode": _layer_norm,
+    "RMSNormNode": _rms_norm,
+    "RopeNode": _rope,
+    "SdpaNode": _sdpa,
+    "UpdateAndAttendNode": _update_and_attend,
+}

@@ -1,0 +1,144 @@
+"""What the tables of kernels are written with: slots, getters, and makers of rows.
+
+A row turns a node into a *step*: a function over the environment, the list of all slots' current values (tensors first,
+then scalar values). Rows run once, when a program is compiled; a step looks up nothing by name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from ...program import Node, Tid, Vid
+from ..device import DTYPES, mx
+
+Env = list[Any]
+Step = Callable[[Env], None]
+Getter = Callable[[Env], Any]
+
+
+class At:
+    """Where a program's slots lie in the environment, tensors first, then values; and what its other chains do."""
+
+    def __init__(
+        self,
+        num_tensors: int,
+        handed_in: frozenset[Tid | Vid] = frozenset(),
+        chain: Callable[[int, At], list[Step]] = lambda index, at: [],
+    ) -> None:
+        self._num_tensors = num_tensors
+        self._handed_in = handed_in
+        self._chain = chain
+
+    def chain(self, index: int) -> list[Step]:
+        """Return the steps of another chain of instructions."""
+        return self._chain(index, self)
+
+    def __call__(self, slot: Tid | Vid) -> int:
+        """Return a slot's place."""
+        return slot.idx if isinstance(slot, Tid) else self._num_tensors + slot.idx
+
+    def is_handed_in(self, field: Any) -> bool:
+        """Whether a field is a tensor of numbers that the caller hands in.
+
+        MLX does not check indices: what comes from outside is checked, what the model computes is its own affair.
+        """
+        return isinstance(field, Tid) and field in self._handed_in
+
+
+Row = Callable[[Node, At], Step]
+
+
+# -- fields that are literals or slots --------------------------------------
+
+
+def get(value: Any, at: At) -> Getter:
+    """Return a getter of a field that is a literal or a slot."""
+    if isinstance(value, (Tid, Vid)):
+        return operator.itemgetter(at(value))
+    return lambda env: value
+
+
+def get_ints(values: list[Any], at: At) -> Getter:
+    """Return a getter of a list of literals and value slots, as a tuple of ints."""
+    if not any(isinstance(value, Vid) for value in values):
+        fixed = tuple(values)
+        return lambda env: fixed
+    getters = [get(value, at) for value in values]
+    return lambda env: tuple([int(get(env)) for get in getters])
+
+
+def dtype_of(scalar_type: int) -> mx.Dtype:
+    """Return MLX's dtype for one of ExecuTorch's."""
+    if scalar_type not in DTYPES:
+        raise ValueError(f"unknown scalar type {scalar_type}")
+    return DTYPES[scalar_type]
+
+
+# -- row makers ---------------------------------------------------------------
+
+
+def unary(function: Callable[[mx.array], mx.array]) -> Row:
+    """One tensor in, one out."""
+
+    def row(node: Node, at: At) -> Step:
+        x, out = at(node.x), at(node.out)
+
+        def step(env: Env) -> None:
+            env[out] = function(env[x])
+
+        return step
+
+    return row
+
+
+def binary(function: Callable[[Any, Any], Any]) -> Row:
+    """Two tensors in, one out."""
+
+    def row(node: Node, at: At) -> Step:
+        a, b, out = at(node.a), at(node.b), at(node.out)
+
+        def step(env: Env) -> None:
+            env[out] = function(env[a], env[b])
+
+        return step
+
+    return row
+
+
+def scalar_binary(function: Callable[[int, int], int]) -> Row:
+    """Two integers, literals or values, to a value."""
+
+    def row(node: Node, at: At) -> Step:
+        a, b, out = get(node.a, at), get(node.b, at), at(node.out)
+
+        def step(env: Env) -> None:
+            env[out] = function(a(env), b(env))
+
+        return step
+
+    return row
+
+
+def fixed(make: Callable[[Node], Callable[[mx.array], mx.array]]) -> Row:
+    """One tensor in, one out, everything else fixed when the program is compiled."""
+
+    def row(node: Node, at: At) -> Step:
+        return unary(make(node))(node, at)
+
+    return row
+
+
+def along(function: Callable[[mx.array, int], mx.array]) -> Row:
+    """One tensor in, one out, along the node's axis. A scalar is taken for a vector of one element, as in torch."""
+
+    def row(node: Node, at: At) -> Step:
+        axis = node.axis
+
+        def run(x: mx.array) -> mx.array:
+            return function(x, axis) if x.ndim else function(x.reshape(1), 0).reshape(())
+
+        return unary(run)(node, at)
+
+    return row
