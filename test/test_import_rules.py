@@ -48,6 +48,7 @@ RULES: dict[str, set[str]] = {
         "executorch.exir",
         "torch",
     },
+    f"{MLX}.inspect_pte": {f"{MLX}.identity", f"{MLX}.program", "executorch.exir"},
     f"{MLX}.outline": {f"{MLX}.graph", f"{MLX}.passes", "torch"},
     f"{MLX}.weights": {"executorch.exir", "torch"},
     f"{MLX}.runtime": {f"{MLX}.identity", f"{MLX}.program", CACHE, "executorch", "flatbuffers", "mlx", "numpy"},

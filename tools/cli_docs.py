@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from executorch_mlx.backends.mlx import inspect_pte
 from executorch_mlx.examples.llm import bench_llm, export_llm, run_llm, run_llm_batched
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
-COMMANDS = (export_llm.parser, run_llm.parser, run_llm_batched.parser, bench_llm.parser)
+COMMANDS = (export_llm.parser, run_llm.parser, run_llm_batched.parser, bench_llm.parser, inspect_pte.parser)
 HEAD = """# Commands
 
 Errors are one line on the standard error, with exit status 2 (a wrong flag prints the usage too). Ctrl-C ends a command
@@ -36,9 +37,9 @@ def row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
         value = f" {{{','.join(action.choices)}}}"
     else:
         value = f" {action.metavar or action.dest.upper()}"
-    flags = ", ".join(f"`{name}{value}`" for name in action.option_strings)
+    flags = ", ".join(f"`{name}{value}`" for name in action.option_strings) or f"`{action.dest.upper()}`"
     text = (action.help or "") % {"default": action.default, "prog": parser.prog}
-    required = " (required)" if action.required else ""
+    required = " (required)" if action.required and action.option_strings else ""
     return f"| {flags} | {text}{required} |"
 
 

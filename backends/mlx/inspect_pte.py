@@ -1,0 +1,265 @@
+"""Say what is in a ``.pte``: its methods, their MLX delegates' instructions and constants, and the KV caches they need.
+
+``python -m executorch_mlx.backends.mlx.inspect_pte model.pte``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from executorch.exir._serialize._program import PTEFile, deserialize_pte_binary
+
+from .identity import BACKEND_IDS
+from .program import Graph, Node, SlotType, TensorMeta, Tid, Vid, read_payload
+from .program.dtypes import SCALAR_TYPE_NAMES
+
+_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2}
+_WRITTEN = ("out", "outs", "outputs", "sliced")
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Return what a program holds, in plain types.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no ExecuTorch program.
+        ProgramError: a delegate's payload is damaged.
+    """
+    content = path.read_bytes()
+    try:
+        program = deserialize_pte_binary(content)
+    except Exception as error:  # what ExecuTorch's reader raises for other files is an accident of its code
+        raise ValueError(f"{path}: no ExecuTorch program: {type(error).__name__}: {error}") from error
+    plans = program.program.execution_plan
+    named = program.named_data.pte_data if program.named_data is not None else {}
+    return {
+        "path": str(path),
+        "bytes": len(content),
+        "constants": {plan.name: _numbers(plan) for plan in plans if _is_constant(plan)},
+        "named_data": {"entries": len(named), "bytes": sum(len(data) for data in program.named_data.buffers)},
+        "methods": {plan.name: _method(program, plan) for plan in plans if not _is_constant(plan)},
+    }
+
+
+def _is_constant(plan: Any) -> bool:
+    """Whether a method computes nothing and gives integers."""
+    values = [plan.values[index].val for index in plan.outputs]
+    return not plan.chains[0].instructions and all(hasattr(value, "int_val") for value in values)
+
+
+def _numbers(plan: Any) -> Any:
+    """Return what a constant method gives: a number, or a list of them."""
+    values = [plan.values[index].val.int_val for index in plan.outputs]
+    return values[0] if len(values) == 1 else values
+
+
+def _method(program: PTEFile, plan: Any) -> dict[str, Any]:
+    delegates = []
+    for delegate in plan.delegates:
+        described: dict[str, Any] = {"id": delegate.id}
+        if delegate.id in BACKEND_IDS:
+            described |= describe(read_payload(_payload(program, delegate.processed)))
+        delegates.append(described)
+    return {"operators": [f"{row.name}.{row.overload}".rstrip(".") for row in plan.operators], "delegates": delegates}
+
+
+def _payload(program: PTEFile, place: Any) -> bytes:
+    return bytes(program.program.backend_delegate_data[place.index].data)
+
+
+def graphs(path: Path) -> Iterator[tuple[str, int, Graph]]:
+    """Yield (method, number, graph) for each MLX delegate of a program."""
+    program = deserialize_pte_binary(path.read_bytes())
+    for plan in program.program.execution_plan:
+        for number, delegate in enumerate(plan.delegates):
+            if delegate.id in BACKEND_IDS:
+                yield plan.name, number, read_payload(_payload(program, delegate.processed))
+
+
+def describe(graph: Graph) -> dict[str, Any]:
+    """Return a delegate's slots and instructions, in plain types."""
+    names = {named.slot.idx: named.name for named in graph.named_slots if named.slot.slot_type == SlotType.TensorSlot}
+    constants = [
+        {"slot": f"t{index}", "name": names.get(index), "type": _type(meta), "bytes": _num_bytes(meta)}
+        for index, meta in enumerate(graph.tensor_meta[: graph.num_constant_tensors])
+    ]
+    attentions = [node for chain in graph.instruction_chains for node in chain.instructions if node.kind == _ATTENTION]
+    chains = [
+        [{"kind": node.kind, **_fields(node)} for node in chain.instructions] for chain in graph.instruction_chains
+    ]
+    return {
+        "format": graph.version,
+        "inputs": [_slot(graph, entry) for entry in graph.input_map],
+        "outputs": [_slot(graph, entry) for entry in graph.output_map],
+        "mutable_buffers": [_slot(graph, entry) for entry in graph.mutable_buffer_map],
+        "constants": constants,
+        "constant_bytes": sum(row["bytes"] for row in constants),
+        "temporaries": graph.num_temp_tensors,
+        "values": graph.num_values,
+        "caches": sorted({node.layer_id for node in attentions}),
+        "main_chain": graph.main_chain_idx,
+        "init_chain": graph.init_chain_idx,
+        "chains": chains,
+    }
+
+
+_ATTENTION = "UpdateAndAttendNode"
+
+
+def _slot(graph: Graph, entry: Any) -> dict[str, Any]:
+    if entry.slot_type != SlotType.TensorSlot:
+        return {"slot": f"v{entry.idx}", "type": SlotType(entry.slot_type).name.removesuffix("ValueSlot").lower()}
+    meta = graph.tensor_meta[entry.idx] if entry.idx < len(graph.tensor_meta) else None
+    return {"slot": f"t{entry.idx}", "type": _type(meta)}
+
+
+def _type(meta: TensorMeta | None) -> str | None:
+    """Return a tensor's dtype and shape; a dynamic dimension shows its bounds."""
+    if meta is None:
+        return None
+    sizes = [
+        str(dim.value) if dim.value >= 0 else f"{dim.min_value}..{dim.max_value if dim.max_value >= 0 else ''}"
+        for dim in meta.shape
+    ]
+    return f"{SCALAR_TYPE_NAMES.get(meta.scalar_type, meta.scalar_type)}[{', '.join(sizes)}]"
+
+
+def _num_bytes(meta: TensorMeta | None) -> int:
+    if meta is None:
+        return 0
+    name = SCALAR_TYPE_NAMES.get(meta.scalar_type, "")
+    width = _BYTES.get(name) or int("".join(filter(str.isdigit, name)) or 0) // 8
+    return math.prod(dim.value for dim in meta.shape) * width
+
+
+def _fields(node: Node) -> dict[str, Any]:
+    """Return a node's fields, slots by their names, those that are absent left out."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        if isinstance(value, (Tid, Vid)):
+            return f"{'t' if isinstance(value, Tid) else 'v'}{value.idx}"
+        return value
+
+    return {name: plain(value) for name, value in vars(node).items() if name != "kind" and value is not None}
+
+
+def dot(graph: Graph) -> str:
+    """Return the main chain as a graph in Graphviz's own: an edge leads from what writes a slot to what reads it."""
+    lines = ["digraph delegate {", "  node [shape=box, fontname=sans-serif, fontsize=10];"]
+    writers: dict[Any, str] = {}
+    for position, entry in enumerate(graph.input_map):
+        slot = Tid(entry.idx) if entry.slot_type == SlotType.TensorSlot else Vid(entry.idx)
+        writers[slot] = f"input{position}"
+        lines.append(f'  input{position} [label="input {position}\\n{_slot(graph, entry)["type"]}", style=rounded];')
+    for number, node in enumerate(graph.instruction_chains[graph.main_chain_idx].instructions):
+        lines.append(f'  n{number} [label="{node.kind.removesuffix("Node")}"];')
+        reads = {slot for name, slot in node.slots() if name not in _WRITTEN}
+        sources = sorted({writers[slot] for slot in reads if slot in writers})
+        lines += [f"  {source} -> n{number};" for source in sources]
+        writers |= {slot: f"n{number}" for name, slot in node.slots() if name in _WRITTEN}
+    for position, entry in enumerate(graph.output_map):
+        slot = Tid(entry.idx) if entry.slot_type == SlotType.TensorSlot else Vid(entry.idx)
+        lines.append(f'  output{position} [label="output {position}\\n{_slot(graph, entry)["type"]}", style=rounded];')
+        if slot in writers:
+            lines.append(f"  {writers[slot]} -> output{position};")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+# -- the command ------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's argument parser."""
+    result = argparse.ArgumentParser(
+        prog="python -m executorch_mlx.backends.mlx.inspect_pte",
+        description="Say what is in a .pte: its methods, their MLX delegates' instructions and constants, and the KV"
+        " caches they need.",
+    )
+    result.add_argument("program", type=Path, help="the .pte")
+    result.add_argument(
+        "--instructions", action="store_true", help="list each instruction, not only how many of a kind"
+    )
+    result.add_argument("--json", action="store_true", help="print one JSON object with everything")
+    result.add_argument(
+        "--dot",
+        metavar="METHOD[:N]",
+        help="print the N-th delegate (default: 0) of a method as a Graphviz graph: pipe it to `dot -Tsvg`",
+    )
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command."""
+    options = parser().parse_args(arguments)
+    if options.dot is not None:
+        print(dot(_chosen(options.program, options.dot)), end="")
+        return
+    report = inspect(options.program)
+    if options.json:
+        print(json.dumps(report))
+        return
+    for line in _lines(report, is_long=options.instructions):
+        print(line)
+
+
+def _chosen(path: Path, which: str) -> Graph:
+    method, _, number = which.partition(":")
+    found = {(name, str(index)): graph for name, index, graph in graphs(path)}
+    if (method, number or "0") not in found:
+        known = ", ".join(f"{name}:{index}" for name, index in found) or "none"
+        raise LookupError(f"no MLX delegate {which!r} in {path}; there are: {known}")
+    return found[method, number or "0"]
+
+
+def _lines(report: dict[str, Any], *, is_long: bool) -> Iterator[str]:
+    named = report["named_data"]
+    yield f"{report['path']}: {report['bytes']:,} bytes, {named['bytes']:,} of them in {named['entries']} constants"
+    for name, value in report["constants"].items():
+        yield f"  {name} = {value}"
+    for name, method in report["methods"].items():
+        outside = f"; outside of them: {', '.join(method['operators'])}" if method["operators"] else ""
+        yield f"{name}: {len(method['delegates'])} delegate(s){outside}"
+        for number, delegate in enumerate(method["delegates"]):
+            yield f"  delegate {number}: {delegate['id']}"
+            if "chains" in delegate:
+                yield from _delegate_lines(delegate, is_long=is_long)
+
+
+def _typed(rows: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{row['slot']} {row['type']}" for row in rows)
+
+
+def _delegate_lines(delegate: dict[str, Any], *, is_long: bool) -> Iterator[str]:
+    for title, key in (("inputs", "inputs"), ("outputs", "outputs"), ("mutable buffers", "mutable_buffers")):
+        if delegate[key]:
+            yield f"    {title}: {_typed(delegate[key])}"
+    yield f"    constants: {len(delegate['constants'])}, {delegate['constant_bytes']:,} bytes"
+    if delegate["caches"]:
+        yield f"    KV caches: {len(delegate['caches'])}"
+    for index, chain in enumerate(delegate["chains"]):
+        role = {delegate["main_chain"]: "main", delegate["init_chain"]: "init"}.get(index, "other")
+        yield f"    chain {index} ({role}): {len(chain)} instructions"
+        if is_long:
+            for step, row in enumerate(chain):
+                fields = ", ".join(f"{name}={value}" for name, value in row.items() if name != "kind")
+                yield f"      {step:4} {row['kind']} {fields}"
+        else:
+            counts = Counter(row["kind"] for row in chain)
+            yield "      " + ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
