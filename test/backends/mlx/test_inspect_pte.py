@@ -30,7 +30,8 @@ def test_json_tells_of_every_delegate_what_lies_in_its_payload(
     program = load_program(written)
     assert report["bytes"] == written.stat().st_size
     assert report["methods"].keys() | report["constants"].keys() == set(program.method_names)
-    assert report["constants"] == {name: program.constants()[name] for name in report["constants"]}
+    named = {name: value for name, value in report["constants"].items() if name.startswith("get_")}
+    assert named == program.constants()
     delegates = [delegate for method in report["methods"].values() for delegate in method["delegates"]]
     said = [
         (
