@@ -442,7 +442,7 @@ def _fork_that_does_not_count_as_an_owner(monkeypatch: pytest.MonkeyPatch) -> No
 def test_batch_state_machine_with_a_mutant_fails(kind: str, mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     quick = settings(
-        max_examples=1000,
+        max_examples=5000,
         stateful_step_count=30,
         derandomize=True,
         database=None,
