@@ -12,7 +12,7 @@ import torch
 
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, load_program
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, build, layers_from_constants
-from executorch_mlx.extension.llm.engine import GREEDY, Sampler, Sampling, rate
+from executorch_mlx.extension.llm.engine import GREEDY, Sampler, Sampling, timings
 
 _LIMITS = ("get_max_ctx_len", "get_prefill_chunk_size", "get_vocab_size")
 
@@ -42,14 +42,7 @@ class Generation:
 
     def timings(self) -> dict[str, float]:
         """Return counts and rates, tokens per second."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "prefill_s": round(self.prefill_s, 4),
-            "prefill_tokens_per_s": rate(self.prompt_tokens, self.prefill_s),
-            "decode_tokens": self.decode_steps,
-            "decode_s": round(self.decode_s, 4),
-            "decode_tokens_per_s": rate(self.decode_steps, self.decode_s),
-        }
+        return timings(self.prompt_tokens, self.prefill_s, self.decode_steps, self.decode_s)
 
 
 class LanguageModel:

@@ -8,7 +8,7 @@ from .aio import AsyncEngine
 from .engine import Engine, Model, Update
 from .request import Completion, Request
 from .sampling import GREEDY, Sampler, Sampling
-from .statistics import Statistics, rate
+from .statistics import Statistics, timings
 from .text import Detokenizer
 
 __all__ = [
@@ -23,5 +23,5 @@ __all__ = [
     "Sampling",
     "Statistics",
     "Update",
-    "rate",
+    "timings",
 ]

@@ -68,7 +68,6 @@ class _Answer:
     job: Job
     sampler: Sampler
     text: AnswerText
-    budget: int
 
 
 class Engine:
@@ -143,14 +142,18 @@ class Engine:
             raise ValueError("stop strings need a tokenizer: give the engine one")
         # The last new token is never fed back, so that it needs no room.
         budget = min(request.max_new_tokens, room - len(request.prompt) + 1)
-        answers = []
-        for sample in range(request.n):
-            job = Job((1, next(self._numbers)), list(request.prompt), len(request.prompt) + budget - 1)
-            sampler = Sampler(request.sampling_of(sample))
-            text = AnswerText(self._tokenizer, request.stop)
-            answers.append(_Answer(Completion(request, sample), job, sampler, text, budget))
-        self._inbox.extend(answers)
-        return tuple(answer.completion for answer in answers)
+        limit = len(request.prompt) + budget - 1
+        completions = tuple(Completion(request, sample) for sample in range(request.n))
+        self._inbox.extend(
+            _Answer(
+                completion,
+                Job((1, next(self._numbers)), request.prompt, limit, completion.tokens),
+                Sampler(request.sampling_of(completion.sample)),
+                AnswerText(self._tokenizer, request.stop, completion.tokens),
+            )
+            for completion in completions
+        )
+        return completions
 
     def keep(self, prefix: Sequence[int]) -> None:
         """Compute a common beginning of prompts once, and keep it in the cache for all requests that begin with it.
@@ -161,7 +164,7 @@ class Engine:
         Raises:
             ValueError: it is empty, too long, or a token lies outside the vocabulary.
         """
-        tokens = list(prefix)
+        tokens = tuple(prefix)
         if not tokens:
             raise ValueError("the prefix has no tokens")
         self._check(tokens, "prefix")
@@ -226,7 +229,7 @@ class Engine:
             if isinstance(item, _Answer):
                 self._answers[item.job] = item
                 self._scheduler.add(item.job)
-            elif all(item.tokens != job.tokens for job in self._prefixes()):
+            elif all(item.prompt != job.prompt for job in self._prefixes()):
                 self._scheduler.add(item)
 
     def _prefixes(self) -> list[Job]:
@@ -285,14 +288,11 @@ class Engine:
             self._finish(answer, "stop")
             return
         completion.tokens.append(token)
-        answer.job.tokens.append(token)
-        text, is_stopped = answer.text.push(token)
-        completion.text += text
-        if is_stopped:
-            self._finish(answer, "stop", token, text, is_cut=True)
-        elif len(completion.tokens) >= answer.budget:
+        text = answer.text.push(token)
+        if answer.text.is_stopped or answer.job.is_full:
             self._finish(answer, "length", token, text)
         else:
+            completion.text = answer.text.text
             self._updates.append(Update(completion, token, text))
 
     def _finish(
@@ -303,15 +303,14 @@ class Engine:
         text: str = "",
         *,
         error: str | None = None,
-        is_cut: bool = False,
     ) -> None:
-        """End an answer and free its sequence."""
+        """End an answer and free its sequence; one that has all its tokens may yet be ended by a stop string."""
         completion = answer.completion
-        rest, is_stopped = ("", False) if is_cut else answer.text.finish()
-        reason = "stop" if is_stopped and reason == "length" else reason
+        rest = answer.text.finish()
+        reason = "stop" if answer.text.is_stopped and reason == "length" else reason
         self._scheduler.remove(answer.job)
         del self._answers[answer.job]
-        completion.text += rest
+        completion.text = answer.text.text
         completion.error = error
         completion.finished = time.perf_counter()
         completion.finish_reason = reason

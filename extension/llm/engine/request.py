@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .sampling import GREEDY, Sampling
-from .statistics import rate
+from .statistics import timings
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,10 @@ class Completion:
         now = time.perf_counter() if self.finished is None else self.finished
         started = now if self.started is None else self.started
         first_token = now if self.first_token is None else self.first_token
-        prefill_s, decode_s, later = first_token - started, now - first_token, max(len(self.tokens) - 1, 0)
+        later = max(len(self.tokens) - 1, 0)
         return {
-            "prompt_tokens": len(self.request.prompt),
+            **timings(len(self.request.prompt), first_token - started, later, now - first_token),
             "shared_tokens": self.shared_tokens,
             "queued_s": round(started - self.submitted, 4),
-            "prefill_s": round(prefill_s, 4),
-            "prefill_tokens_per_s": rate(len(self.request.prompt), prefill_s),
-            "decode_tokens": later,
-            "decode_s": round(decode_s, 4),
-            "decode_tokens_per_s": rate(later, decode_s),
             "preemptions": self.preemptions,
         }

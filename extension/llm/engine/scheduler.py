@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from executorch_mlx.extension.llm.cache import BatchControl, CacheFullError
 
@@ -28,29 +28,46 @@ class Job:
 
     Attributes:
         order: jobs with lower ones are older: admitted first, preempted last.
-        tokens: what its sequence is to hold; whoever chooses the next token appends it.
+        prompt: the tokens that it begins with.
         limit: the most tokens that its sequence will ever hold.
+        new: the tokens after them; whoever chooses the next one appends it.
         is_prefix: whether it is kept once it is computed, for others to share, and needs no next token.
         seq_id: its sequence in the cache; None while it waits.
         position: tokens that the sequence holds.
     """
 
     order: tuple[int, int]
-    tokens: list[int]
+    prompt: Sequence[int]
     limit: int
+    new: list[int] = field(default_factory=list)
     is_prefix: bool = False
     seq_id: int | None = None
     position: int = 0
 
     @property
+    def tokens(self) -> list[int]:
+        """What its sequence is to hold."""
+        return [*self.prompt, *self.new]
+
+    @property
+    def length(self) -> int:
+        """How many tokens these are."""
+        return len(self.prompt) + len(self.new)
+
+    @property
     def pending(self) -> int:
         """Tokens that have not been computed."""
-        return len(self.tokens) - self.position
+        return self.length - self.position
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its sequence has no room for its last token, which therefore is the last one."""
+        return self.length > self.limit
 
     @property
     def wants(self) -> int:
         """Tokens that its sequence will soon take."""
-        return min(self.limit, len(self.tokens) + HEADROOM) - self.position
+        return min(self.limit, self.length + HEADROOM) - self.position
 
 
 @dataclass(frozen=True)
@@ -179,7 +196,7 @@ class Scheduler:
             source, computed, coming = self._shared(job)
             gain = coming - computed
             # What another job is about to compute is worth waiting for; those behind this one need not wait.
-            if gain >= LEAST_SHARED or (gain > 0 and (not computed or coming == len(job.tokens) - 1)):
+            if gain >= LEAST_SHARED or (gain > 0 and (not computed or coming == job.length - 1)):
                 continue
             if not self._begin(job, source, computed):
                 break
@@ -195,10 +212,10 @@ class Scheduler:
         chosen after it.
         """
         source, computed, coming = None, 0, 0
-        most = len(job.tokens) - 1
+        most, tokens = job.length - 1, job.tokens
         for other in (*self.kept, *self.running):
-            common = _common(job.tokens, other.tokens, most)
-            least = min(LEAST_SHARED, most, len(other.tokens) if other.is_prefix else most)
+            common = _common(tokens, other.tokens, most)
+            least = min(LEAST_SHARED, most, other.length if other.is_prefix else most)
             if common >= least:
                 coming = max(coming, common)
             has = min(common, other.position)
@@ -262,8 +279,8 @@ class Scheduler:
         if job.is_prefix:
             self.running.remove(job)
             self.kept.append(job)
-        elif self._cache.rewind(job.seq_id, len(job.tokens) - 1):
-            job.position = len(job.tokens) - 1
+        elif self._cache.rewind(job.seq_id, job.length - 1):
+            job.position = job.length - 1
         else:
             self._preempt(job)
 
@@ -284,7 +301,7 @@ class Scheduler:
     def _full(self, job: Job) -> CacheFullError:
         return CacheFullError(
             f"the cache has room for {self._cache.free} of {self._cache.capacity} tokens while nothing but a sequence"
-            f" of {len(job.tokens)} runs: something else uses the cache; give the engine a cache of its own"
+            f" of {job.length} runs: something else uses the cache; give the engine a cache of its own"
         )
 
     # -- the step ----------------------------------------------------------

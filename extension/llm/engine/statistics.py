@@ -10,6 +10,18 @@ def rate(tokens: int, seconds: float) -> float:
     return round(tokens / seconds, 2) if seconds else 0.0
 
 
+def timings(prompt_tokens: int, prefill_s: float, decode_tokens: int, decode_s: float) -> dict[str, float]:
+    """Return an answer's counts, seconds and rates (tokens per second), to show."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "prefill_s": round(prefill_s, 4),
+        "prefill_tokens_per_s": rate(prompt_tokens, prefill_s),
+        "decode_tokens": decode_tokens,
+        "decode_s": round(decode_s, 4),
+        "decode_tokens_per_s": rate(decode_tokens, decode_s),
+    }
+
+
 @dataclass
 class Statistics:
     """What an engine has done.

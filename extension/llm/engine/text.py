@@ -28,27 +28,29 @@ class AnswerText:
 
     Attributes:
         text: what has been given out.
+        is_stopped: whether a stop string has ended it.
     """
 
-    def __init__(self, tokenizer: Detokenizer | None, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Detokenizer | None, stop: Sequence[str], tokens: list[int]) -> None:
         """Begin an empty text; without a tokenizer it stays empty.
 
         Args:
             tokenizer: decodes the tokens.
             stop: strings that end the answer; none of them empty.
+            tokens: the answer's, to which each new one is appended before it is given to ``push``.
         """
         self.text = ""
+        self.is_stopped = False
         self._tokenizer = tokenizer
         self._stream = tokenizer.stream() if tokenizer is not None else None
-        self._tokens: list[int] = []
+        self._tokens = tokens
         self._stop = tuple(stop)
         self._held = ""
 
-    def push(self, token: int) -> tuple[str, bool]:
-        """Add a token; return the text that is certain now, and whether a stop string has ended it."""
+    def push(self, token: int) -> str:
+        """Take the answer's last token; return the text that is certain now."""
         if self._tokenizer is None or self._stream is None:
-            return "", False
-        self._tokens.append(token)
+            return ""
         try:
             self._held += self._stream.push(token)
         except Exception:  # a decoder raises what it likes for a token that does not follow the ones before
@@ -56,23 +58,24 @@ class AnswerText:
             self._stream = self._tokenizer.stream()
         return self._give_certain()
 
-    def finish(self) -> tuple[str, bool]:
-        """End the answer; return the rest of its text, and whether a stop string has ended it before that."""
-        if self._tokenizer is None:
-            return "", False
+    def finish(self) -> str:
+        """End the answer; return the rest of its text."""
+        if self._tokenizer is None or self.is_stopped:
+            return ""
         # The whole text also shows a character whose last bytes never came.
         self._held = self._rest(self._tokenizer)
-        text, is_stopped = self._give_certain()
-        return (text, True) if is_stopped else (text + self._give(len(self._held)), False)
+        text = self._give_certain()
+        return text if self.is_stopped else text + self._give(len(self._held))
 
     def _rest(self, tokenizer: Detokenizer) -> str:
         """Return what has not been given out of the text of all tokens."""
         whole = tokenizer.decode(self._tokens)
         return whole[len(self.text) :] if whole.startswith(self.text) else self._held
 
-    def _give_certain(self) -> tuple[str, bool]:
+    def _give_certain(self) -> str:
         ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        return self._give(min(ends) if ends else len(self._held) - self._uncertain()), bool(ends)
+        self.is_stopped = bool(ends)
+        return self._give(min(ends) if ends else len(self._held) - self._uncertain())
 
     def _uncertain(self) -> int:
         """Return how many last characters may be the beginning of a stop string."""

@@ -10,23 +10,20 @@ from .state import StepState
 
 def _layer_norm(node: Node, at: At) -> Step:
     x, out, eps = at(node.x), at(node.out), node.eps
-    weight = None if node.weight is None else at(node.weight)
-    bias = None if node.bias is None else at(node.bias)
+    weight, bias = get(node.weight, at), get(node.bias, at)
 
     def step(env: Env) -> None:
-        env[out] = mx.fast.layer_norm(
-            env[x], None if weight is None else env[weight], None if bias is None else env[bias], eps
-        )
+        env[out] = mx.fast.layer_norm(env[x], weight(env), bias(env), eps)
 
     return step
 
 
 def _rms_norm(node: Node, at: At) -> Step:
     x, out, eps = at(node.x), at(node.out), node.eps
-    weight = None if node.weight is None else at(node.weight)
+    weight = get(node.weight, at)
 
     def step(env: Env) -> None:
-        env[out] = mx.fast.rms_norm(env[x], None if weight is None else env[weight], eps)
+        env[out] = mx.fast.rms_norm(env[x], weight(env), eps)
 
     return step
 

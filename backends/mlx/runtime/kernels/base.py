@@ -54,7 +54,7 @@ Row = Callable[[Node, At], Step]
 
 
 def get(value: Any, at: At) -> Getter:
-    """Return a getter of a field that is a literal or a slot."""
+    """Return a getter of a field that is a literal or a slot; of one that is absent, a getter of None."""
     if isinstance(value, (Tid, Vid)):
         return operator.itemgetter(at(value))
     return lambda env: value
@@ -140,5 +140,33 @@ def along(function: Callable[[mx.array, int], mx.array]) -> Row:
             return function(x, axis) if x.ndim else function(x.reshape(1), 0).reshape(())
 
         return unary(run)(node, at)
+
+    return row
+
+
+def with_ints(field: str, function: Callable[[mx.array, tuple[int, ...]], mx.array]) -> Row:
+    """One tensor and a field of integers, literals or values, in; one tensor out."""
+
+    def row(node: Node, at: At) -> Step:
+        x, out, integers = at(node.x), at(node.out), get_ints(getattr(node, field), at)
+
+        def step(env: Env) -> None:
+            env[out] = function(env[x], integers(env))
+
+        return step
+
+    return row
+
+
+def joined(function: Callable[..., mx.array]) -> Row:
+    """A list of tensors in, one out, along the node's axis."""
+
+    def row(node: Node, at: At) -> Step:
+        tensors, out, axis = [at(tensor) for tensor in node.tensors], at(node.out), node.axis
+
+        def step(env: Env) -> None:
+            env[out] = function([env[tensor] for tensor in tensors], axis=axis)
+
+        return step
 
     return row

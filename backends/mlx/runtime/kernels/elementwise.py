@@ -8,15 +8,14 @@ import mlx.nn as nn
 
 from ...program import Node
 from ..device import mx
-from .base import At, Env, Row, Step, binary, dtype_of, fixed, unary
+from .base import At, Env, Row, Step, binary, dtype_of, fixed, get, unary
 
 
 def _clip(node: Node, at: At) -> Step:
-    x, out = at(node.x), at(node.out)
-    low, high = (None if bound is None else at(bound) for bound in (node.a_min, node.a_max))
+    x, out, low, high = at(node.x), at(node.out), get(node.a_min, at), get(node.a_max, at)
 
     def step(env: Env) -> None:
-        env[out] = mx.clip(env[x], None if low is None else env[low], None if high is None else env[high])
+        env[out] = mx.clip(env[x], low(env), high(env))
 
     return step
 

@@ -63,22 +63,19 @@ _TRANSPOSED = (*_CONVOLUTION, "output_padding")
 
 def _dequantize(node: Node, at: At) -> Step:
     w, scales, out = at(node.w), at(node.scales), at(node.out)
-    biases, total = (None if slot is None else at(slot) for slot in (node.biases, node.global_scale))
+    biases, scale = get(node.biases, at), get(node.global_scale, at)
     options = {"group_size": node.group_size, "bits": node.bits, "mode": node.mode}
     options["dtype"] = None if node.dtype is None else dtype_of(node.dtype)
 
     def step(env: Env) -> None:
-        bias, scale = (None if slot is None else env[slot] for slot in (biases, total))
-        env[out] = mx.dequantize(env[w], env[scales], bias, global_scale=scale, **options)
+        env[out] = mx.dequantize(env[w], env[scales], biases(env), global_scale=scale(env), **options)
 
     return step
 
 
 def _gather_mm(node: Node, at: At) -> Step:
     a, b, out = at(node.a), at(node.b), at(node.out)
-    left, right = (None if slot is None else at(slot) for slot in (node.lhs_indices, node.rhs_indices))
-    is_sorted = _sorted_flag(node, at)
-
+    left, right, is_sorted = get(node.lhs_indices, at), get(node.rhs_indices, at), _sorted_flag(node, at)
     # MLX's kernel for CPUs takes float32 only.
     is_widened = mx.default_device().type == mx.cpu
 
@@ -87,27 +84,34 @@ def _gather_mm(node: Node, at: At) -> Step:
         dtype = first.dtype
         if is_widened:
             first, second = first.astype(mx.float32), second.astype(mx.float32)
-        chosen = (None if slot is None else env[slot] for slot in (left, right))
-        env[out] = mx.gather_mm(first, second, *chosen, sorted_indices=is_sorted(env)).astype(dtype)
+        product = mx.gather_mm(first, second, left(env), right(env), sorted_indices=is_sorted(env))
+        env[out] = product.astype(dtype)
 
     return step
 
 
 def _gather_qmm(node: Node, at: At) -> Step:
     x, w, scales, out = at(node.x), at(node.w), at(node.scales), at(node.out)
-    biases, left, right = (
-        None if slot is None else at(slot) for slot in (node.biases, node.lhs_indices, node.rhs_indices)
-    )
-    is_sorted = _sorted_flag(node, at)
-    options = {name: getattr(node, name) for name in ("transpose", "group_size", "bits", "mode")}
+    biases, left, right = get(node.biases, at), get(node.lhs_indices, at), get(node.rhs_indices, at)
+    options, is_sorted = _quantization(node), _sorted_flag(node, at)
 
     def step(env: Env) -> None:
-        bias, first, second = (None if slot is None else env[slot] for slot in (biases, left, right))
         env[out] = mx.gather_qmm(
-            env[x], env[w], env[scales], bias, first, second, sorted_indices=is_sorted(env), **options
+            env[x],
+            env[w],
+            env[scales],
+            biases(env),
+            left(env),
+            right(env),
+            sorted_indices=is_sorted(env),
+            **options,
         )
 
     return step
+
+
+def _quantization(node: Node) -> dict[str, Any]:
+    return {name: getattr(node, name) for name in ("transpose", "group_size", "bits", "mode")}
 
 
 def _sorted_flag(node: Node, at: At) -> Callable[[Env], bool]:
@@ -118,12 +122,10 @@ def _sorted_flag(node: Node, at: At) -> Callable[[Env], bool]:
 
 def _quantized_matmul(node: Node, at: At) -> Step:
     x, w, scales, out = at(node.x), at(node.w), at(node.scales), at(node.out)
-    biases = None if node.biases is None else at(node.biases)
-    options = {name: getattr(node, name) for name in ("transpose", "group_size", "bits", "mode")}
+    biases, options = get(node.biases, at), _quantization(node)
 
     def step(env: Env) -> None:
-        bias = None if biases is None else env[biases]
-        env[out] = mx.quantized_matmul(env[x], env[w], env[scales], bias, **options)
+        env[out] = mx.quantized_matmul(env[x], env[w], env[scales], biases(env), **options)
 
     return step
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ...program import Node
 from ..device import mx
-from .base import At, Env, Row, Step, dtype_of, fixed, get, get_ints, unary
+from .base import At, Env, Row, Step, dtype_of, fixed, get, get_ints, joined, unary, with_ints
 
 
 def _arange(node: Node, at: At) -> Step:
@@ -40,26 +40,11 @@ def _as_strided(node: Node, at: At) -> Step:
     return step
 
 
-def _broadcast_to(node: Node, at: At) -> Step:
-    x, out, shape = at(node.x), at(node.out), get_ints(node.shape, at)
-
-    def step(env: Env) -> None:
-        sizes = shape(env)
-        if -1 in sizes:  # as in torch's expand: the size that is there
-            given = (*[1] * (len(sizes) - env[x].ndim), *env[x].shape)
-            sizes = tuple(own if size == -1 else size for size, own in zip(sizes, given, strict=True))
-        env[out] = mx.broadcast_to(env[x], sizes)
-
-    return step
-
-
-def _concatenate(node: Node, at: At) -> Step:
-    tensors, out, axis = [at(tensor) for tensor in node.tensors], at(node.out), node.axis
-
-    def step(env: Env) -> None:
-        env[out] = mx.concatenate([env[tensor] for tensor in tensors], axis=axis)
-
-    return step
+def _broadcast(x: mx.array, sizes: tuple[int, ...]) -> mx.array:
+    if -1 in sizes:  # as in torch's expand: the size that is there
+        given = (*[1] * (len(sizes) - x.ndim), *x.shape)
+        sizes = tuple(own if size == -1 else size for size, own in zip(sizes, given, strict=True))
+    return mx.broadcast_to(x, sizes)
 
 
 def _flip(node: Node, at: At) -> Step:
@@ -133,15 +118,6 @@ def _random_bits(node: Node, at: At) -> Step:
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 
 
-def _reshape(node: Node, at: At) -> Step:
-    x, out, shape = at(node.x), at(node.out), get_ints(node.shape, at)
-
-    def step(env: Env) -> None:
-        env[out] = mx.reshape(env[x], shape(env))
-
-    return step
-
-
 def _repeat(node: Node, at: At) -> Step:
     x, out, repeats, axis = at(node.x), at(node.out), get(node.repeats, at), node.axis
 
@@ -186,24 +162,6 @@ def _squeeze(node: Node, at: At) -> Step:
     return step
 
 
-def _stack(node: Node, at: At) -> Step:
-    tensors, out, axis = [at(tensor) for tensor in node.tensors], at(node.out), node.axis
-
-    def step(env: Env) -> None:
-        env[out] = mx.stack([env[tensor] for tensor in tensors], axis=axis)
-
-    return step
-
-
-def _tile(node: Node, at: At) -> Step:
-    x, out, repeats = at(node.x), at(node.out), get_ints(node.reps, at)
-
-    def step(env: Env) -> None:
-        env[out] = mx.tile(env[x], repeats(env))
-
-    return step
-
-
 def _tri(node: Node, at: At) -> Step:
     out, rows, columns, k, dtype = at(node.out), get(node.n, at), get(node.m, at), node.k, dtype_of(node.scalar_type)
 
@@ -215,19 +173,19 @@ def _tri(node: Node, at: At) -> Step:
 
 KERNELS: dict[str, Row] = {
     "AsStridedNode": _as_strided,
-    "BroadcastToNode": _broadcast_to,
-    "ConcatenateNode": _concatenate,
+    "BroadcastToNode": with_ints("shape", _broadcast),
+    "ConcatenateNode": joined(mx.concatenate),
     "ContiguousNode": unary(mx.contiguous),
     "ExpandDimsNode": fixed(lambda n: lambda x: mx.expand_dims(x, n.axis)),
     "FlipNode": _flip,
     "PadNode": _pad,
     "RepeatNode": _repeat,
-    "ReshapeNode": _reshape,
+    "ReshapeNode": with_ints("shape", mx.reshape),
     "RollNode": _roll,
     "SplitNode": _split,
     "SqueezeNode": _squeeze,
-    "StackNode": _stack,
-    "TileNode": _tile,
+    "StackNode": joined(mx.stack),
+    "TileNode": with_ints("reps", mx.tile),
     "TransposeNode": fixed(lambda n: lambda x: mx.transpose(x, n.perm)),
     "TrilNode": fixed(lambda n: lambda x: mx.tril(x, n.k)),
     "TriuNode": fixed(lambda n: lambda x: mx.triu(x, n.k)),

@@ -73,7 +73,7 @@ class Driver:
     def add(self, tokens: list[int], new: int, *, is_prefix: bool = False) -> Job:
         room = self.cache.capacity
         limit = len(tokens) if is_prefix else min(len(tokens) + new - 1, room)
-        job = Job((not is_prefix, next(self.numbers)), list(tokens), limit, is_prefix)
+        job = Job((not is_prefix, next(self.numbers)), list(tokens), limit, is_prefix=is_prefix)
         self.scheduler.add(job)
         return job
 
@@ -90,8 +90,8 @@ class Driver:
             last = [chunk.job for chunk in plan.chunks if chunk.is_last and not chunk.job.is_prefix]
             self.scheduler.commit(plan.chunks)
             for job in last:
-                job.tokens.append(99)
-                if len(job.tokens) > job.limit:
+                job.new.append(99)
+                if job.is_full:
                     self.scheduler.remove(job)
                     self.done.append(job)
         return plan
