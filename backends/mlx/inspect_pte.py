@@ -21,7 +21,6 @@ from .program import Graph, Node, SlotType, TensorMeta, Tid, Vid, read_payload
 from .program.dtypes import SCALAR_TYPE_NAMES
 
 _BYTES = {"bool": 1, "float16": 2, "bfloat16": 2}
-_WRITTEN = ("out", "outs", "outputs", "sliced")
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -32,20 +31,24 @@ def inspect(path: Path) -> dict[str, Any]:
         ValueError: it is no ExecuTorch program.
         ProgramError: a delegate's payload is damaged.
     """
-    content = path.read_bytes()
-    try:
-        program = deserialize_pte_binary(content)
-    except Exception as error:  # what ExecuTorch's reader raises for other files is an accident of its code
-        raise ValueError(f"{path}: no ExecuTorch program: {type(error).__name__}: {error}") from error
+    program = _read(path)
     plans = program.program.execution_plan
     named = program.named_data.pte_data if program.named_data is not None else {}
     return {
         "path": str(path),
-        "bytes": len(content),
+        "bytes": path.stat().st_size,
         "constants": {plan.name: _numbers(plan) for plan in plans if _is_constant(plan)},
         "named_data": {"entries": len(named), "bytes": sum(len(data) for data in program.named_data.buffers)},
         "methods": {plan.name: _method(program, plan) for plan in plans if not _is_constant(plan)},
     }
+
+
+def _read(path: Path) -> PTEFile:
+    content = path.read_bytes()
+    try:
+        return deserialize_pte_binary(content)
+    except Exception as error:  # what ExecuTorch's reader raises for other files is an accident of its code
+        raise ValueError(f"{path}: no ExecuTorch program: {type(error).__name__}: {error}") from error
 
 
 def _is_constant(plan: Any) -> bool:
@@ -65,22 +68,22 @@ def _method(program: PTEFile, plan: Any) -> dict[str, Any]:
     for delegate in plan.delegates:
         described: dict[str, Any] = {"id": delegate.id}
         if delegate.id in BACKEND_IDS:
-            described |= describe(read_payload(_payload(program, delegate.processed)))
+            described |= describe(_graph(program, delegate))
         delegates.append(described)
     return {"operators": [f"{row.name}.{row.overload}".rstrip(".") for row in plan.operators], "delegates": delegates}
 
 
-def _payload(program: PTEFile, place: Any) -> bytes:
-    return bytes(program.program.backend_delegate_data[place.index].data)
+def _graph(program: PTEFile, delegate: Any) -> Graph:
+    return read_payload(bytes(program.program.backend_delegate_data[delegate.processed.index].data))
 
 
 def graphs(path: Path) -> Iterator[tuple[str, int, Graph]]:
-    """Yield (method, number, graph) for each MLX delegate of a program."""
-    program = deserialize_pte_binary(path.read_bytes())
+    """Yield (method, number, graph) for each MLX delegate of a program; raises as ``inspect`` does."""
+    program = _read(path)
     for plan in program.program.execution_plan:
         for number, delegate in enumerate(plan.delegates):
             if delegate.id in BACKEND_IDS:
-                yield plan.name, number, read_payload(_payload(program, delegate.processed))
+                yield plan.name, number, _graph(program, delegate)
 
 
 def describe(graph: Graph) -> dict[str, Any]:
@@ -153,24 +156,28 @@ def _fields(node: Node) -> dict[str, Any]:
 
 
 def dot(graph: Graph) -> str:
-    """Return the main chain as a graph in Graphviz's own: an edge leads from what writes a slot to what reads it."""
+    """Return the main chain in Graphviz's language: an edge leads from what writes a slot to what reads it."""
     lines = ["digraph delegate {", "  node [shape=box, fontname=sans-serif, fontsize=10];"]
-    writers: dict[Any, str] = {}
+    writers: dict[Tid | Vid, str] = {}
+
+    def box(name: str, label: str, style: str = "") -> None:
+        lines.append(f'  {name} [label="{label}"{style}];')
+
+    def join(slots: set[Tid | Vid], target: str) -> None:
+        lines.extend(
+            f"  {source} -> {target};" for source in sorted({writers[slot] for slot in slots & writers.keys()})
+        )
+
     for position, entry in enumerate(graph.input_map):
-        slot = Tid(entry.idx) if entry.slot_type == SlotType.TensorSlot else Vid(entry.idx)
-        writers[slot] = f"input{position}"
-        lines.append(f'  input{position} [label="input {position}\\n{_slot(graph, entry)["type"]}", style=rounded];')
+        box(f"input{position}", f"input {position}\\n{_slot(graph, entry)['type']}", ", style=rounded")
+        writers[entry.slot] = f"input{position}"
     for number, node in enumerate(graph.instruction_chains[graph.main_chain_idx].instructions):
-        lines.append(f'  n{number} [label="{node.kind.removesuffix("Node")}"];')
-        reads = {slot for name, slot in node.slots() if name not in _WRITTEN}
-        sources = sorted({writers[slot] for slot in reads if slot in writers})
-        lines += [f"  {source} -> n{number};" for source in sources]
-        writers |= {slot: f"n{number}" for name, slot in node.slots() if name in _WRITTEN}
+        box(f"n{number}", node.kind.removesuffix("Node"))
+        join({slot for name, slot in node.slots() if not node.writes(name)}, f"n{number}")
+        writers |= {slot: f"n{number}" for name, slot in node.slots() if node.writes(name)}
     for position, entry in enumerate(graph.output_map):
-        slot = Tid(entry.idx) if entry.slot_type == SlotType.TensorSlot else Vid(entry.idx)
-        lines.append(f'  output{position} [label="output {position}\\n{_slot(graph, entry)["type"]}", style=rounded];')
-        if slot in writers:
-            lines.append(f"  {writers[slot]} -> output{position};")
+        box(f"output{position}", f"output {position}\\n{_slot(graph, entry)['type']}", ", style=rounded")
+        join({entry.slot}, f"output{position}")
     return "\n".join([*lines, "}"]) + "\n"
 
 

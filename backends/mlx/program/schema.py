@@ -52,6 +52,10 @@ class SlotType(IntEnum):
     BoolValueSlot = ENUMS["SlotType"]["BoolValueSlot"]
 
 
+_WRITTEN = frozenset({"out", "outs", "outputs"})
+_WRITTEN_BY_KIND = {"ScanNode": frozenset({"outputs", "sliced"})}
+
+
 class Node:
     """One instruction: its kind (a name of the format's op union) and its fields as attributes."""
 
@@ -77,6 +81,10 @@ class Node:
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items() if value is not None)
         return f"{self.kind}({fields})"
+
+    def writes(self, name: str) -> bool:
+        """Whether a field names what the node writes; all others that name a slot are read."""
+        return name in _WRITTEN_BY_KIND.get(self.kind, _WRITTEN)
 
     def slots(self) -> Iterator[tuple[str, Tid | Vid]]:
         """Yield (field name, slot) for every slot the node names, those in lists included."""
@@ -115,6 +123,11 @@ class SlotVariant:
 
     idx: int
     slot_type: int = 0
+
+    @property
+    def slot(self) -> Tid | Vid:
+        """The slot as instructions name it."""
+        return Tid(self.idx) if self.slot_type == SlotType.TensorSlot else Vid(self.idx)
 
 
 @dataclass

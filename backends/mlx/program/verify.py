@@ -16,10 +16,6 @@ MAX_RANK = 16
 MAX_CHAIN_DEPTH = 32
 MAX_VISITS = 1 << 20
 
-# Fields that an instruction writes; all others that name a slot are read.
-_WRITTEN = frozenset({"out", "outs", "outputs"})
-_WRITTEN_BY_KIND = {"ScanNode": frozenset({"outputs", "sliced"})}
-
 
 def verify_graph(graph: Graph) -> None:
     """Check that every slot, chain, shape and name of a graph is consistent.
@@ -172,14 +168,10 @@ class _FlowCheck:
             self._may_write_constants = True
             self._chain(graph.init_chain_idx, scope, ())
             self._may_write_constants = False
-        scope.own.update(self._slot(slot) for slot in graph.input_map)
+        scope.own.update(entry.slot for entry in graph.input_map)
         self._chain(graph.main_chain_idx, scope, ())
-        for position, slot in enumerate(graph.output_map):
-            _require(self._slot(slot) in scope, f"output {position} (slot {slot.idx}) is never written")
-
-    @staticmethod
-    def _slot(slot: SlotVariant) -> Tid | Vid:
-        return Tid(slot.idx) if slot.slot_type == SlotType.TensorSlot else Vid(slot.idx)
+        for position, entry in enumerate(graph.output_map):
+            _require(entry.slot in scope, f"output {position} (slot {entry.idx}) is never written")
 
     def _chain(self, index: int, scope: _Scope, path: tuple[int, ...]) -> None:
         _require(index not in path, f"instruction chain {index} runs itself")
@@ -192,7 +184,7 @@ class _FlowCheck:
             for name, slot in node.slots():
                 self._visit()
                 self._verify_range(slot, where)
-                if name in _WRITTEN_BY_KIND.get(node.kind, _WRITTEN):
+                if node.writes(name):
                     _require(isinstance(slot, Vid) or slot.idx >= first_free, f"{where} writes constant {slot.idx}")
                     written.append(slot)
                 else:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..program import Graph, Node, ProgramError, SlotType, Tid, Vid
+from ..program import Graph, Node, ProgramError, Tid, Vid
 from ..program.verify import static_shape
 from .device import DTYPES, mx
 from .kernels import KERNELS, At, Step, StepState
@@ -73,8 +73,8 @@ class CompiledProgram:
             KERNELS[node.kind](node, at)(self._initial)
         skip = {id(node) for node in folded}
         self._steps = [KERNELS[node.kind](node, at) for node in nodes if id(node) not in skip]
-        self._inputs = [at(_slot(entry)) for entry in graph.input_map]
-        self._outputs = [at(_slot(entry)) for entry in graph.output_map]
+        self._inputs = [at(entry.slot) for entry in graph.input_map]
+        self._outputs = [at(entry.slot) for entry in graph.output_map]
 
     def __call__(self, inputs: Sequence[Any], cache: Any = None) -> list[Any]:
         """Run the program.
@@ -134,13 +134,9 @@ def _buffers(graph: Graph) -> range:
     return range(first, first + graph.num_mutable_buffer_tensors)
 
 
-def _slot(entry: Any) -> Tid | Vid:
-    return Tid(entry.idx) if entry.slot_type == SlotType.TensorSlot else Vid(entry.idx)
-
-
 def _handed_in(graph: Graph, nodes: list[Node]) -> frozenset[Tid | Vid]:
     """Inputs, and what is the same numbers in another shape or dtype."""
-    found = {_slot(entry) for entry in graph.input_map}
+    found = {entry.slot for entry in graph.input_map}
     for node in nodes:
         if node.kind in _SAME_NUMBERS and node.x in found:
             found.add(node.out)
@@ -149,7 +145,7 @@ def _handed_in(graph: Graph, nodes: list[Node]) -> frozenset[Tid | Vid]:
 
 def _folded_nodes(graph: Graph, nodes: list[Node], every: list[Node]) -> list[Node]:
     """Nodes whose result is the same in each run and whose slot nothing else writes."""
-    writes = Counter(slot for node in every for name, slot in node.slots() if name in ("out", "outs", "sliced"))
+    writes = Counter(slot for node in every for name, slot in node.slots() if node.writes(name))
     return [
         node
         for node in nodes
