@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,33 @@ def serve(contender: Serve) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(contender(json.loads(line))), flush=True)
+
+
+def run(
+    parser: argparse.ArgumentParser,
+    contenders: Iterable[str],
+    work: Callable[[str, Path], None],
+    report: Callable[[Path, argparse.Namespace], None],
+) -> None:
+    """Run a benchmark of SmolLM2: as the parent, or as the worker that the parent has started.
+
+    Args:
+        parser: with the benchmark's own options; it gets those that all have.
+        contenders: their names.
+        work: serves as a contender, given its name and the model's folder.
+        report: measures and reports, given the model's folder and the options.
+    """
+    parser.add_argument("--docs", type=Path, help="folder whose benchmarks.md gets the table and the picture")
+    parser.add_argument("--folder", type=Path, help="where the model lies or is written (default: a temporary folder)")
+    parser.add_argument("--worker", choices=contenders, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker, options.folder)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        prepare(folder)
+        report(folder, options)
 
 
 def prepare(folder: Path) -> None:

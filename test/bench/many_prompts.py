@@ -11,14 +11,13 @@ import argparse
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common import Workers, machine, prepare, serve, write_section
+from common import Workers, machine, run, serve, write_section
 
 ALONE = "executorch-mlx, one after the other"
 SLOW = "mlx-lm, as installed"
@@ -210,17 +209,12 @@ def main() -> None:
     parser.add_argument(
         "--slow", type=int, default=8, help=f"prompts that '{SLOW}' gets, in one turn (default: %(default)s)"
     )
-    parser.add_argument("--docs", type=Path, help="folder whose benchmarks.md gets the table and the picture")
-    parser.add_argument("--folder", type=Path, help="where the model lies or is written (default: a temporary folder)")
-    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(options.worker, options.folder)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        prepare(folder)
-        results = measure(folder, options)
+    run(parser, CONTENDERS, work, report)
+
+
+def report(folder: Path, options: argparse.Namespace) -> None:
+    """Measure, and print or write the table."""
+    results = measure(folder, options)
     print("\n".join(table(results, options.batch)))
     if options.docs:
         write_report(results, options)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import Workers, machine, prepare, serve, write_section
+from common import Workers, machine, run, serve, write_section
 
 REFERENCE = "mlx-lm, as installed"
 HISTORY = 64
@@ -235,17 +234,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="turns of each contender (default: %(default)s)")
     parser.add_argument("--decode", type=int, default=32, help="steps timed in a turn (default: %(default)s)")
     parser.add_argument("--prefill", type=int, default=128, help="tokens of the prompt (default: %(default)s)")
-    parser.add_argument("--docs", type=Path, help="folder whose benchmarks.md gets the table and the picture")
-    parser.add_argument("--folder", type=Path, help="where the model lies or is written (default: a temporary folder)")
-    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(options.worker, options.folder)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        prepare(folder)
-        results = measure(folder, options)
+    run(parser, CONTENDERS, work, report)
+
+
+def report(folder: Path, options: argparse.Namespace) -> None:
+    """Measure, and print or write the table."""
+    results = measure(folder, options)
     print("\n".join(table(results, options.prefill)))
     if options.docs:
         write_report(results, options)

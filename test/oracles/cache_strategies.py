@@ -1,10 +1,22 @@
-"""Configurations of caches, drawn by hypothesis."""
+"""Configurations of caches, drawn by hypothesis, and how long a fault is searched for."""
 
 from __future__ import annotations
 
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig
+
+# A search ends with the first example that shows the fault. How many that takes changes with the modules that are
+# loaded: hypothesis also draws numbers that stand in them.
+MUTANT_SEARCH = settings(
+    max_examples=5000,
+    stateful_step_count=30,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+)
 
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -16,8 +16,6 @@ from executorch_mlx.backends.mlx.program import (
     Node,
     ProgramError,
     ShapeDim,
-    SlotType,
-    SlotVariant,
     TensorMeta,
     Tid,
     Vid,
@@ -28,6 +26,7 @@ from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_CODES
 from executorch_mlx.backends.mlx.program.schema import FIELDS, NODE_KINDS
 from executorch_mlx.backends.mlx.runtime.compile import CompiledProgram
 from executorch_mlx.backends.mlx.runtime.kernels import KERNELS
+from oracles.hand_built import hand_built, slot_variant
 from samples.nodes import SAMPLES, SIZES, TOLERANCE, WITHOUT_SAMPLE, Sample, code, dequantized, packed
 
 CASES = [pytest.param(s, d, id=f"{s.kind}-{s.label}-{str(d)[6:]}") for s in SAMPLES for d in s.dtypes]
@@ -53,10 +52,6 @@ def to_torch(array: mx.array) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def slot(entry: Tid | Vid) -> SlotVariant:
-    return SlotVariant(entry.idx, SlotType.TensorSlot if isinstance(entry, Tid) else SlotType.IntValueSlot)
-
-
 def program(sample: Sample) -> CompiledProgram:
     """Compile a sample's graph: tensor slots are its inputs, then what it writes; values likewise."""
     num_inputs, num_values = len(sample.inputs), len(sample.values)
@@ -69,20 +64,8 @@ def program(sample: Sample) -> CompiledProgram:
         fields["out"] = Tid(num_inputs) if types["out"] == "Tid" else Vid(num_values)
         results = [fields["out"]]
     chains = [[make_node(sample.kind, **fields)], *sample.chains]
-    used = [entry for chain in chains for node in chain for _, entry in node.slots()]
-    num_tensors = max([num_inputs, *(entry.idx + 1 for entry in used if isinstance(entry, Tid))])
-    graph = Graph(
-        version="1",
-        num_input_tensors=num_inputs,
-        num_temp_tensors=num_tensors - num_inputs,
-        num_values=max([num_values, *(entry.idx + 1 for entry in used if isinstance(entry, Vid))]),
-        instruction_chains=[InstructionChain(chain) for chain in chains],
-        input_map=[*map(slot, map(Tid, range(num_inputs))), *map(slot, map(Vid, range(num_values)))],
-        output_map=[slot(entry) for entry in results],
-        tensor_meta=[None] * num_inputs,
-    )
-    verify_graph(graph)
-    return CompiledProgram(graph, {})
+    inputs = [*map(Tid, range(num_inputs)), *map(Vid, range(num_values))]
+    return CompiledProgram(hand_built(chains, inputs, results), {})
 
 
 def assert_same(got: Any, expected: Any, tolerance: float) -> None:
@@ -165,9 +148,9 @@ def counting(after: list[Node], init: list[Node] | None = None) -> CompiledProgr
         num_temp_tensors=1,
         instruction_chains=[InstructionChain(nodes), *([] if init is None else [InstructionChain(init)])],
         init_chain_idx=-1 if init is None else 1,
-        input_map=[slot(Tid(0))],
-        output_map=[slot(Tid(1))],
-        mutable_buffer_map=[slot(Tid(1))],
+        input_map=[slot_variant(Tid(0))],
+        output_map=[slot_variant(Tid(1))],
+        mutable_buffer_map=[slot_variant(Tid(1))],
         tensor_meta=[None, meta],
     )
     verify_graph(graph)
@@ -217,15 +200,6 @@ def test_metal_source_is_refused_by_the_kernel_s_name() -> None:
     node = make_node(
         "MetalKernelNode", name="my_kernel", source="", inputs=[Tid(0)], outputs=[Tid(1)], grid=[1], threadgroup=[1]
     )
-    graph = Graph(
-        version="1",
-        num_input_tensors=1,
-        num_temp_tensors=1,
-        instruction_chains=[InstructionChain([node])],
-        input_map=[slot(Tid(0))],
-        output_map=[slot(Tid(1))],
-        tensor_meta=[None],
-    )
-    verify_graph(graph)
+    graph = hand_built([[node]], [Tid(0)], [Tid(1)])
     with pytest.raises(ProgramError, match="my_kernel"):
         CompiledProgram(graph, {})

@@ -11,21 +11,13 @@ import numpy as np
 import pytest
 
 from executorch_mlx.backends.mlx.program import (
-    Graph,
-    InstructionChain,
-    NamedSlot,
     Node,
-    ShapeDim,
-    SlotType,
-    SlotVariant,
-    TensorMeta,
     Tid,
     Vid,
     make_node,
-    verify_graph,
 )
-from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_CODES
 from executorch_mlx.backends.mlx.runtime.compile import CompiledProgram
+from oracles.hand_built import hand_built
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -46,31 +38,12 @@ def on_cpu() -> Iterator[None]:
 
 def run(nodes: list[Node], inputs: list[Any], outputs: list[int], constants: Sequence[mx.array] = ()) -> list[mx.array]:
     """Run instructions. Tensor slots are the constants, then the array inputs, then all others; values are numbers."""
-    slots, num_arrays, num_values = [], 0, 0
+    slots: list[Tid | Vid] = []
     for value in inputs:
-        if isinstance(value, mx.array):
-            slots.append(SlotVariant(len(constants) + num_arrays, SlotType.TensorSlot))
-            num_arrays += 1
-        else:
-            slots.append(SlotVariant(num_values, SlotType.IntValueSlot))
-            num_values += 1
-    used = max(slot.idx for node in nodes for _, slot in node.slots() if isinstance(slot, Tid))
-    meta = TensorMeta(shape=[ShapeDim(4)], scalar_type=SCALAR_TYPE_CODES["float32"])
-    graph = Graph(
-        version="1",
-        num_constant_tensors=len(constants),
-        num_input_tensors=num_arrays,
-        num_temp_tensors=used + 1 - len(constants) - num_arrays,
-        num_values=num_values,
-        instruction_chains=[InstructionChain(nodes)],
-        input_map=slots,
-        output_map=[SlotVariant(index, SlotType.TensorSlot) for index in outputs],
-        named_slots=[
-            NamedSlot(f"c{index}", SlotVariant(index, SlotType.TensorSlot)) for index in range(len(constants))
-        ],
-        tensor_meta=[*[meta] * len(constants), *[None] * num_arrays],
-    )
-    verify_graph(graph)
+        is_array = isinstance(value, mx.array)
+        before = sum(isinstance(slot, Tid) == is_array for slot in slots)
+        slots.append(Tid(len(constants) + before) if is_array else Vid(before))
+    graph = hand_built([nodes], slots, [Tid(index) for index in outputs], len(constants))
     results: list[mx.array] = CompiledProgram(graph, dict(enumerate(constants)))(inputs)
     mx.eval(results)
     return results
@@ -207,16 +180,7 @@ def test_offsets_computed_into_the_same_slots_are_never_taken_for_each_other(on_
 
 def test_runs_of_one_program_do_not_share_their_rotations(on_cpu: None) -> None:
     x = entries(1, 2, 3, 8)
-    graph = Graph(
-        version="1",
-        num_input_tensors=2,
-        num_temp_tensors=1,
-        instruction_chains=[InstructionChain([rope_node(0, 2, Tid(1), dims=8, base=100.0)])],
-        input_map=[SlotVariant(0, SlotType.TensorSlot), SlotVariant(1, SlotType.TensorSlot)],
-        output_map=[SlotVariant(2, SlotType.TensorSlot)],
-        tensor_meta=[None, None],
-    )
-    verify_graph(graph)
+    graph = hand_built([[rope_node(0, 2, Tid(1), dims=8, base=100.0)]], [Tid(0), Tid(1)], [Tid(2)])
     program = CompiledProgram(graph, {})
     for start in range(30):
         (got,) = program([x, mx.array([start])])

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -26,7 +26,7 @@ from executorch_mlx.extension.llm.cache import (
     StepError,
 )
 from oracles.batch_pair import OTHER_CELLS, BatchPair
-from oracles.cache_strategies import DTYPES, cache_configs
+from oracles.cache_strategies import DTYPES, MUTANT_SEARCH, cache_configs
 from oracles.sequence_pair import InjectedError
 
 # Any order, and any layer may be asked again: taken modulo the number of layers by the rules.
@@ -441,13 +441,5 @@ def _fork_that_does_not_count_as_an_owner(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_batch_state_machine_with_a_mutant_fails(kind: str, mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
-    quick = settings(
-        max_examples=5000,
-        stateful_step_count=30,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-    )
     with pytest.raises((AssertionError, StepError, KeyError, pytest.fail.Exception)):
-        run_state_machine_as_test(machine_for("eager", kind), settings=quick)
+        run_state_machine_as_test(machine_for("eager", kind), settings=MUTANT_SEARCH)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -28,7 +28,7 @@ from executorch_mlx.extension.llm.cache import (
 )
 from executorch_mlx.extension.llm.cache.policies import RingPolicy
 from executorch_mlx.extension.llm.cache.sequence import SequenceCache
-from oracles.cache_strategies import DTYPES, cache_configs
+from oracles.cache_strategies import DTYPES, MUTANT_SEARCH, cache_configs
 from oracles.sequence_pair import InjectedError, Rows, SequencePair
 
 # Any order, and any layer may be asked again: taken modulo the number of layers by the rules.
@@ -356,13 +356,5 @@ def _rows_that_an_aborted_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_state_machine_with_a_mutant_fails(mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the test: each fault must be found."""
     mutate(monkeypatch)
-    quick = settings(
-        max_examples=1000,
-        stateful_step_count=30,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-    )
     with pytest.raises((AssertionError, RuntimeError), match=r"granted|Not equal|size|shape|position"):
-        run_state_machine_as_test(machine_for("eager"), settings=quick)
+        run_state_machine_as_test(machine_for("eager"), settings=MUTANT_SEARCH)
