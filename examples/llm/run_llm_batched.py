@@ -102,17 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
         # One that is too long begins no prompt that could be answered.
         if len(prefix) <= min(cache.capacity, model.max_context):
             engine.keep(prefix)
-    began = time.perf_counter()
-    with command.DeferredInterrupt() as interrupt:
-        try:
-            with Display(engine, cache, answers) as display:
-                while engine.has_work and not interrupt.is_pending:
-                    engine.step()
-                    display.show()
-        finally:
-            engine.close()
-            answers.print_rest()
-    seconds = time.perf_counter() - began
+    seconds = _answer_all(engine, Display(engine, cache, answers), answers)
     running_on = (
         f"KV cache: {options.cache_kind}, {options.kv_dtype}, {cache.capacity:,} tokens; MLX on {command.device()}"
     )
@@ -120,6 +110,21 @@ def main(arguments: list[str] | None = None) -> None:
         f"{totals(engine.statistics, seconds)}\n{running_on}", style="dim", markup=False, soft_wrap=True
     )
     answers.raise_if_incomplete()
+
+
+def _answer_all(engine: Engine, display: Display, answers: Answers) -> float:
+    """Step until all is answered, or until Ctrl-C; print what there is, whatever happens; return the seconds it took."""
+    began = time.perf_counter()
+    with command.DeferredInterrupt() as interrupt:
+        try:
+            with display:
+                while engine.has_work and not interrupt.is_pending:
+                    engine.step()
+                    display.show()
+        finally:
+            engine.close()
+            answers.print_rest()
+    return time.perf_counter() - began
 
 
 def _system_prefixes(
