@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _answer_all(engine: Engine, display: Display, answers: Answers) -> float:
-    """Step until all is answered, or until Ctrl-C; print what there is, whatever happens; return the seconds it took."""
+    """Step until all is answered or Ctrl-C is pressed; print what there is, whatever happens; return the seconds."""
     began = time.perf_counter()
     with command.DeferredInterrupt() as interrupt:
         try:
