@@ -17,10 +17,9 @@ from typing import Any
 from executorch.exir._serialize._program import PTEFile, deserialize_pte_binary
 
 from .identity import BACKEND_IDS
-from .program import Graph, Node, SlotType, TensorMeta, Tid, Vid, read_payload
+from .program import Graph, Node, ProgramError, SlotType, TensorMeta, Tid, Vid, read_payload, verify_graph
 from .program.dtypes import SCALAR_TYPE_NAMES
-
-_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2}
+from .program.types import WIDTHS
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -33,12 +32,14 @@ def inspect(path: Path) -> dict[str, Any]:
     """
     program = _read(path)
     plans = program.program.execution_plan
-    named = program.named_data.pte_data if program.named_data is not None else {}
+    entries, data = (
+        ({}, []) if program.named_data is None else (program.named_data.pte_data, program.named_data.buffers)
+    )
     return {
         "path": str(path),
         "bytes": path.stat().st_size,
         "constants": {plan.name: _numbers(plan) for plan in plans if _is_constant(plan)},
-        "named_data": {"entries": len(named), "bytes": sum(len(data) for data in program.named_data.buffers)},
+        "named_data": {"entries": len(entries), "bytes": sum(map(len, data))},
         "methods": {plan.name: _method(program, plan) for plan in plans if not _is_constant(plan)},
     }
 
@@ -94,11 +95,14 @@ def describe(graph: Graph) -> dict[str, Any]:
         for index, meta in enumerate(graph.tensor_meta[: graph.num_constant_tensors])
     ]
     attentions = [node for chain in graph.instruction_chains for node in chain.instructions if node.kind == _ATTENTION]
+    results, refusal = _results(graph)
     chains = [
-        [{"kind": node.kind, **_fields(node)} for node in chain.instructions] for chain in graph.instruction_chains
+        [{"kind": node.kind, **_fields(node), "gives": results.get(id(node), [])} for node in chain.instructions]
+        for chain in graph.instruction_chains
     ]
     return {
         "format": graph.version,
+        "refusal": refusal,
         "inputs": [_slot(graph, entry) for entry in graph.input_map],
         "outputs": [_slot(graph, entry) for entry in graph.output_map],
         "mutable_buffers": [_slot(graph, entry) for entry in graph.mutable_buffer_map],
@@ -114,6 +118,15 @@ def describe(graph: Graph) -> dict[str, Any]:
 
 
 _ATTENTION = "UpdateAndAttendNode"
+
+
+def _results(graph: Graph) -> tuple[dict[int, list[str]], str | None]:
+    """Return what is known of each instruction's results, by its id, and why the graph cannot be run, if it cannot."""
+    try:
+        facts = verify_graph(graph)
+    except ProgramError as error:
+        return {}, str(error)
+    return {key: [str(known) for known in results] for key, results in facts.results.items()}, None
 
 
 def _slot(graph: Graph, entry: Any) -> dict[str, Any]:
@@ -137,8 +150,7 @@ def _type(meta: TensorMeta | None) -> str | None:
 def _num_bytes(meta: TensorMeta | None) -> int:
     if meta is None:
         return 0
-    name = SCALAR_TYPE_NAMES.get(meta.scalar_type, "")
-    width = _BYTES.get(name) or int("".join(filter(str.isdigit, name)) or 0) // 8
+    width = WIDTHS.get(SCALAR_TYPE_NAMES.get(meta.scalar_type, ""), 0)
     return math.prod(dim.value for dim in meta.shape) * width
 
 
@@ -157,6 +169,7 @@ def _fields(node: Node) -> dict[str, Any]:
 
 def dot(graph: Graph) -> str:
     """Return the main chain in Graphviz's language: an edge leads from what writes a slot to what reads it."""
+    results, _ = _results(graph)
     lines = ["digraph delegate {", "  node [shape=box, fontname=sans-serif, fontsize=10];"]
     writers: dict[Tid | Vid, str] = {}
 
@@ -172,7 +185,7 @@ def dot(graph: Graph) -> str:
         box(f"input{position}", f"input {position}\\n{_slot(graph, entry)['type']}", ", style=rounded")
         writers[entry.slot] = f"input{position}"
     for number, node in enumerate(graph.instruction_chains[graph.main_chain_idx].instructions):
-        box(f"n{number}", node.kind.removesuffix("Node"))
+        box(f"n{number}", "\\n".join([node.kind.removesuffix("Node"), *results.get(id(node), [])]))
         join({slot for name, slot in node.slots() if not node.writes(name)}, f"n{number}")
         writers |= {slot: f"n{number}" for name, slot in node.slots() if node.writes(name)}
     for position, entry in enumerate(graph.output_map):
@@ -246,6 +259,8 @@ def _typed(rows: list[dict[str, Any]]) -> str:
 
 
 def _delegate_lines(delegate: dict[str, Any], *, is_long: bool) -> Iterator[str]:
+    if delegate["refusal"]:
+        yield f"    cannot be run: {delegate['refusal']}"
     for title, key in (("inputs", "inputs"), ("outputs", "outputs"), ("mutable buffers", "mutable_buffers")):
         if delegate[key]:
             yield f"    {title}: {_typed(delegate[key])}"
@@ -257,8 +272,9 @@ def _delegate_lines(delegate: dict[str, Any], *, is_long: bool) -> Iterator[str]
         yield f"    chain {index} ({role}): {len(chain)} instructions"
         if is_long:
             for step, row in enumerate(chain):
-                fields = ", ".join(f"{name}={value}" for name, value in row.items() if name != "kind")
-                yield f"      {step:4} {row['kind']} {fields}"
+                fields = ", ".join(f"{name}={value}" for name, value in row.items() if name not in ("kind", "gives"))
+                gives = f" -> {', '.join(row['gives'])}" if row["gives"] else ""
+                yield f"      {step:4} {row['kind']} {fields}{gives}"
         else:
             counts = Counter(row["kind"] for row in chain)
             yield "      " + ", ".join(f"{kind} {count}" for kind, count in counts.most_common())

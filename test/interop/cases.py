@@ -65,13 +65,18 @@ def read_case(folder: Path) -> Case:
     return Case(program, list(given["inputs"]), list(given["expected"]), **fields)
 
 
-def graphs(program: bytes) -> Iterator[Graph]:
-    """Yield what this project reads in each delegate of a program, in the order of their payloads."""
+def payloads(program: bytes) -> Iterator[bytes]:
+    """Yield the payload of each delegate of a program, in their order."""
     start = program.find(_PAYLOAD_MARK)
     while start >= 0:
         size, constants = struct.unpack_from("<QQ", program, start + len(_PAYLOAD_MARK))
-        yield read_payload(program[start : start + size + constants])
+        yield program[start : start + size + constants]
         start = program.find(_PAYLOAD_MARK, start + size + constants)
+
+
+def graphs(program: bytes) -> Iterator[Graph]:
+    """Yield what this project reads in each delegate of a program, in the order of their payloads."""
+    return map(read_payload, payloads(program))
 
 
 def kinds(graph: Graph) -> list[list[str]]:
@@ -82,6 +87,16 @@ def kinds(graph: Graph) -> list[list[str]]:
 def brings_metal(program: bytes) -> bool:
     """Whether a program carries Metal source of its own."""
     return any("MetalKernelNode" in chain for graph in graphs(program) for chain in kinds(graph))
+
+
+def cache_config(spec: str) -> CacheConfig:
+    """Return what the cache is built from that a case asks for."""
+    capacity, layers, kv_heads, head_dim, *dtype = spec.split(",")
+    return CacheConfig(
+        capacity=int(capacity),
+        layers=[LayerConfig(n_kv_heads=int(kv_heads), head_dim=int(head_dim))] * int(layers),
+        kv_dtype=_KV_DTYPES[dtype[0]] if dtype else "float32",
+    )
 
 
 def run_case(folder: Path) -> str:
@@ -102,9 +117,9 @@ def run_case(folder: Path) -> str:
         return "refused"
     if refusal is not None:
         raise AssertionError(f"not loaded: {_described(refusal)}") from refusal
-    session = CacheSession(_cache(case.kv_cache)) if case.kv_cache else nullcontext()
+    cache = build("MLXBackend", "sequence", cache_config(case.kv_cache)) if case.kv_cache else None
     try:
-        with session:
+        with nullcontext() if cache is None else CacheSession(cache):
             outputs = list(method.execute(case.inputs))
     except Exception as error:
         raise AssertionError(f"not run: {_described(error)}") from error
@@ -122,16 +137,6 @@ def _load(program: bytes) -> tuple[Any, Exception | None]:
 
 def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _cache(spec: str) -> Any:
-    capacity, layers, kv_heads, head_dim, *dtype = spec.split(",")
-    config = CacheConfig(
-        capacity=int(capacity),
-        layers=[LayerConfig(n_kv_heads=int(kv_heads), head_dim=int(head_dim))] * int(layers),
-        kv_dtype=_KV_DTYPES[dtype[0]] if dtype else "float32",
-    )
-    return build("MLXBackend", "sequence", config)
 
 
 def _compare(outputs: list[Any], case: Case) -> None:

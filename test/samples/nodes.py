@@ -29,7 +29,7 @@ N = -1
 SIZES = (3, 6)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-I32, I64, U8, BOOL = torch.int32, torch.int64, torch.uint8, torch.bool
+I8, I32, I64, U8, BOOL = torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool
 FLOATS = (F32, F16, BF16)
 INTS = (I32, I64)
 NUMBERS = (*FLOATS, *INTS)
@@ -97,6 +97,46 @@ def draw(*shape: int, low: float = -3, high: float = 3, dtype: torch.dtype | Non
 def given(values: Any, dtype: torch.dtype | None = None) -> Maker:
     """Return these numbers."""
     return lambda rng, kind, size: torch.tensor(values, dtype=dtype or kind)
+
+
+def corners(rng: torch.Generator, dtype: torch.dtype, size: int) -> Tensor:
+    """Where functions go wrong: NaN, infinities, both zeros, halves, the ends of the dtype's range."""
+    if dtype == BOOL:
+        return torch.tensor([False, True])
+    if not dtype.is_floating_point:
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        signed = [-1, -2, -3, -7, low + 1] if low else []
+        return torch.tensor([0, 1, 2, 3, 7, low, high, high - 1, *signed], dtype=dtype)
+    ends = torch.finfo(dtype)
+    halves = [0.5, -0.5, 1.5, -1.5, 2.5, -2.5]
+    values = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1, -1, *halves, 7, 12.25, -12.25, 1e4, ends.max, ends.min]
+    return torch.tensor([*values, ends.tiny, ends.tiny / 2], dtype=dtype)
+
+
+def across(make: Maker) -> Maker:
+    """Return the numbers as a column, to meet each of a row."""
+    return lambda *how: make(*how)[:, None]
+
+
+def least(rng: torch.Generator, dtype: torch.dtype, size: int) -> Tensor:
+    return torch.full((size,), torch.iinfo(dtype).min, dtype=dtype)
+
+
+def divided(place: int) -> Maker:
+    """Each corner by each, but by 0, and the least by -1; place 0 has the dividends, 1 the divisors."""
+
+    def make(rng: torch.Generator, dtype: torch.dtype, size: int) -> Tensor:
+        low = torch.iinfo(dtype).min
+        values = corners(rng, dtype, size).tolist()
+        pairs = [(a, b) for a in values for b in values if b and (a, b) != (low, -1)]
+        return torch.tensor([pair[place] for pair in pairs], dtype=dtype)
+
+    return make
+
+
+def stacked(make: Maker) -> Maker:
+    """Return what a maker makes as a batch of one."""
+    return lambda rng, kind, size: make(rng, kind, size)[None]
 
 
 def packed(*shape: int, bits: int) -> Maker:
@@ -286,6 +326,18 @@ def quantized() -> Iterable[Sample]:
                 label=f"{label}{'_transposed' if is_transposed else ''}",
             )
     how = {"bits": 4, "group_size": 32, "mode": "affine"}
+    # Ones, of which halves add up no more than 256 or 2,048.
+    ones = given([[0x11111111] * 512], torch.uint32), given([[1.0] * 128]), given([[0.0] * 128])
+    for kind, expert in (("QuantizedMatmulNode", ()), ("GatherQmmNode", (given([0], I32),))):
+        yield Sample(
+            kind,
+            lambda x, w, s, b, *_: (x.float() @ dequantized(w, s, b, 4, 32).mT).to(x.dtype),
+            (given([[[1.0] * 4096]]), *[of_ones if not expert else stacked(of_ones) for of_ones in ones], *expert),
+            ("x", "w", "scales", "biases", "rhs_indices")[: 4 + len(expert)],
+            how,
+            dtypes=FLOATS,
+            label="many_ones",
+        )
     yield Sample(
         "DequantizeNode",
         lambda w, s, b: dequantized(w, s, b, 4, 32).to(F16),
@@ -377,35 +429,50 @@ NAN, INF = math.nan, math.inf
 HALVES = given([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, -0.4, 1e4, INF])
 SIGNS = given([7, -7, 7, -7, 6, -6, 0, -1]), given([2, 2, -2, -2, 3, 3, -5, 5])
 
+DIVIDED = [NAN, INF, -INF, 0.0, -0.0, 0.5, -0.5, 2.5, -2.5, 1, -1, 7, -7]
+
+# With the range that they are sampled in, and the tolerance.
+SMOOTH = (
+    ("ArccosNode", torch.acos, -1, 1, 2),
+    ("ArccoshNode", torch.acosh, 1, 5, 4),
+    ("ArcsinNode", torch.asin, -1, 1, 1),
+    ("ArcsinhNode", torch.asinh, -5, 5, 1),
+    ("ArctanNode", torch.atan, -5, 5, 1),
+    ("ArctanhNode", torch.atanh, -0.9, 0.9, 1),
+    ("CosNode", torch.cos, -9, 9, 1),
+    ("CoshNode", torch.cosh, -3, 3, 1),
+    ("ErfNode", torch.erf, -3, 3, 1),
+    ("ExpNode", torch.exp, -3, 3, 1),
+    ("Expm1Node", torch.expm1, -3, 3, 1),
+    ("Log10Node", torch.log10, 0.01, 9, 1),
+    ("Log1pNode", torch.log1p, -0.9, 9, 1),
+    ("Log2Node", torch.log2, 0.01, 9, 1),
+    ("LogNode", torch.log, 0.01, 9, 1),
+    ("ReciprocalNode", torch.reciprocal, 0.5, 9, 1),
+    ("RsqrtNode", torch.rsqrt, 0.1, 9, 1),
+    ("SigmoidNode", torch.sigmoid, -9, 9, 1),
+    ("SiluNode", F.silu, -9, 9, 1),
+    ("SinNode", torch.sin, -9, 9, 1),
+    ("SinhNode", torch.sinh, -3, 3, 1),
+    ("SqrtNode", torch.sqrt, 0, 9, 1),
+    ("TanNode", torch.tan, -1, 1, 1),
+    ("TanhNode", torch.tanh, -3, 3, 1),
+)
+STEPS = (
+    ("AbsNode", torch.abs),
+    ("CeilNode", torch.ceil),
+    ("FloorNode", torch.floor),
+    ("IdCopyNode", torch.clone),
+    ("NegNode", torch.neg),
+    ("SignNode", torch.sign),
+    ("SquareNode", torch.square),
+    ("TruncNode", torch.trunc),
+)
+
 ELEMENTWISE = [
     *(
         unary(kind, function, draw(2, N, low=low, high=high), tolerance=tolerance)
-        for kind, function, low, high, tolerance in (
-            ("ArccosNode", torch.acos, -1, 1, 2),
-            ("ArccoshNode", torch.acosh, 1, 5, 4),
-            ("ArcsinNode", torch.asin, -1, 1, 1),
-            ("ArcsinhNode", torch.asinh, -5, 5, 1),
-            ("ArctanNode", torch.atan, -5, 5, 1),
-            ("ArctanhNode", torch.atanh, -0.9, 0.9, 1),
-            ("CosNode", torch.cos, -9, 9, 1),
-            ("CoshNode", torch.cosh, -3, 3, 1),
-            ("ErfNode", torch.erf, -3, 3, 1),
-            ("ExpNode", torch.exp, -3, 3, 1),
-            ("Expm1Node", torch.expm1, -3, 3, 1),
-            ("Log10Node", torch.log10, 0.01, 9, 1),
-            ("Log1pNode", torch.log1p, -0.9, 9, 1),
-            ("Log2Node", torch.log2, 0.01, 9, 1),
-            ("LogNode", torch.log, 0.01, 9, 1),
-            ("ReciprocalNode", torch.reciprocal, 0.5, 9, 1),
-            ("RsqrtNode", torch.rsqrt, 0.1, 9, 1),
-            ("SigmoidNode", torch.sigmoid, -9, 9, 1),
-            ("SiluNode", F.silu, -9, 9, 1),
-            ("SinNode", torch.sin, -9, 9, 1),
-            ("SinhNode", torch.sinh, -3, 3, 1),
-            ("SqrtNode", torch.sqrt, 0, 9, 1),
-            ("TanNode", torch.tan, -1, 1, 1),
-            ("TanhNode", torch.tanh, -3, 3, 1),
-        )
+        for kind, function, low, high, tolerance in SMOOTH
     ),
     *(
         unary(kind, function, draw(2, N, low=1, high=1.9), dtypes=INTS, label="of_integers")
@@ -420,19 +487,7 @@ ELEMENTWISE = [
             ("TanhNode", torch.tanh),
         )
     ),
-    *(
-        unary(kind, function, dtypes=NUMBERS)
-        for kind, function in (
-            ("AbsNode", torch.abs),
-            ("CeilNode", torch.ceil),
-            ("FloorNode", torch.floor),
-            ("IdCopyNode", torch.clone),
-            ("NegNode", torch.neg),
-            ("SignNode", torch.sign),
-            ("SquareNode", torch.square),
-            ("TruncNode", torch.trunc),
-        )
-    ),
+    *(unary(kind, function, dtypes=NUMBERS) for kind, function in STEPS),
     unary("TruncNode", torch.trunc, given([-2.5, -0.5, 0.5, 2.5, NAN, INF, -INF]), label="special"),
     unary("AbsNode", torch.abs, given([-0.0, NAN, -INF]), label="special"),
     unary("SignNode", torch.sign, given([-0.0, 0.0, -INF, INF]), label="special"),
@@ -470,7 +525,118 @@ ELEMENTWISE = [
         )
         for to in (F32, F16, BF16, I32, I64, BOOL)
     ),
+    *(
+        unary(
+            kind,
+            function,
+            corners,
+            dtypes=FLOATS if kind == "SiluNode" else (*NUMBERS, I8, U8),
+            label="corners",
+        )
+        for kind, function, *_ in (*SMOOTH, *STEPS, ("RoundNode", torch.round))
+    ),
+    *(
+        unary(
+            "GeluNode",
+            lambda x, how=how: F.gelu(x, approximate=how),
+            given(values),
+            fields={"approximate": how},
+            label=f"{how}_{label}",
+        )
+        for how in ("none", "tanh")
+        for label, values in (
+            ("corners", [NAN, -INF, 0.0, -0.0, 6e4, -6e4, 12.25, -12.25, -3, -2, -0.5]),
+            ("inf", [INF]),
+        )
+    ),
+    # Half precision is computed in float32: where it is close to 0, too.
+    unary(
+        "GeluNode",
+        F.gelu,
+        given([-3, -2.5, -2]),
+        fields={"approximate": "none"},
+        dtypes=(F16, BF16),
+        seen=lambda out, x: 100 * out,
+        label="tail",
+    ),
+    unary(
+        "RoundNode",
+        lambda x: torch.round(x, decimals=2),
+        given([1e4, -3e4, 0.125, 2.345, NAN, INF]),
+        fields={"decimals": 2},
+        label="decimals_of_large",
+    ),
+    *(
+        unary(
+            "AsTypeNode",
+            lambda x, to=to: x.to(to),
+            corners,
+            dtypes=dtypes,
+            fields={"scalar_type": code(to)},
+            label=f"corners_to_{str(to)[6:]}",
+        )
+        for to, dtypes in (
+            *((to, (*NUMBERS, I8, U8, BOOL)) for to in (*FLOATS, BOOL)),
+            *((to, (*INTS, I8, U8, BOOL)) for to in (*INTS, I8, U8)),
+        )
+    ),
     # Two operands.
+    *(
+        binary(kind, function, across(corners), corners, dtypes=dtypes, label="corners")
+        for dtypes, rows in (
+            (
+                (*NUMBERS, I8, U8, BOOL),
+                (
+                    ("AddNode", torch.add),
+                    ("Atan2Node", torch.atan2),
+                    ("DivideNode", torch.div),
+                    ("EqualNode", torch.eq),
+                    ("GreaterEqualNode", torch.ge),
+                    ("GreaterNode", torch.gt),
+                    ("LessEqualNode", torch.le),
+                    ("LessNode", torch.lt),
+                    ("LogicalAndNode", torch.logical_and),
+                    ("LogicalOrNode", torch.logical_or),
+                    ("MaximumNode", torch.maximum),
+                    ("MinimumNode", torch.minimum),
+                    ("MultiplyNode", torch.mul),
+                    ("NotEqualNode", torch.ne),
+                ),
+            ),
+            ((*NUMBERS, I8, U8), (("PowerNode", torch.pow), ("SubtractNode", torch.sub))),
+            (FLOATS, (("FloorDivideNode", torch.floor_divide), ("LogAddExpNode", torch.logaddexp))),
+            (
+                (*INTS, I8, U8, BOOL),
+                (
+                    ("BitwiseAndNode", torch.bitwise_and),
+                    ("BitwiseOrNode", torch.bitwise_or),
+                    ("BitwiseXorNode", torch.bitwise_xor),
+                ),
+            ),
+        )
+        for kind, function in rows
+    ),
+    *(
+        binary(kind, function, divided(0), divided(1), dtypes=(*INTS, I8, U8), label="corners")
+        for kind, function in (("FloorDivideNode", torch.floor_divide), ("RemainderNode", torch.remainder))
+    ),
+    # There is no such number, and torch may end the process: it wraps around, and nothing remains.
+    *(
+        binary(kind, function, least, given(-1), dtypes=(*INTS, I8), label="least_by_minus_one")
+        for kind, function in (
+            ("FloorDivideNode", lambda a, b: a * b),
+            ("RemainderNode", lambda a, b: torch.zeros_like(a)),
+        )
+    ),
+    binary("RemainderNode", torch.remainder, given([3e38]), given([0.7]), dtypes=(F32,), label="of_very_large"),
+    binary("RemainderNode", torch.remainder, across(given(DIVIDED)), given(DIVIDED), dtypes=FLOATS, label="corners"),
+    *(
+        binary(kind, function, draw(N, 50, low=-90, high=90), draw(N, 50), dtypes=FLOATS, label="of_floats")
+        for kind, function in (("FloorDivideNode", torch.floor_divide), ("RemainderNode", torch.remainder))
+    ),
+    binary(
+        "FloorDivideNode", torch.floor_divide, given([1.0, 2.5, -7, 0.5]), given([0.1]), dtypes=FLOATS, label="tenths"
+    ),
     *(
         binary(kind, function, draw(2, N), draw(N))
         for kind, function in (
@@ -559,6 +725,23 @@ ELEMENTWISE = [
         dtypes=FLOATS,
         label="crossed_and_nan",
     ),
+    *(
+        Sample(
+            "ClipNode",
+            torch.clip,
+            (corners, given(low), given(high)),
+            ("x", "a_min", "a_max"),
+            dtypes=dtypes,
+            label=f"corners_{low}_{high}",
+        )
+        for low, high, dtypes in (
+            (1, 3, (*NUMBERS, I8, U8)),
+            (NAN, 1, FLOATS),
+            (0, NAN, FLOATS),
+            (-INF, INF, FLOATS),
+            (-0.0, 0.0, FLOATS),
+        )
+    ),
     Sample(
         "WhereNode",
         torch.where,
@@ -598,10 +781,133 @@ OF_NOTHING = [
         for kind, function, dtypes in (
             ("AllNode", lambda x: x.all(1), (BOOL,)),
             ("AnyNode", lambda x: x.any(1), (BOOL,)),
-            ("LogSumExpNode", lambda x: x.logsumexp(1), (F32,)),
-            ("MeanNode", lambda x: x.mean(1), (F32,)),
+            ("LogSumExpNode", lambda x: x.logsumexp(1), (*NUMBERS, BOOL)),
+            ("MeanNode", lambda x: x.mean(1), FLOATS),
+            ("StdNode", lambda x: x.std(1, correction=0), FLOATS),
+            ("VarNode", lambda x: x.var(1, correction=0), FLOATS),
             ("ProdNode", lambda x: x.prod(1), (F32, I64)),
             ("SumNode", lambda x: x.sum(1), (F32, I64)),
+        )
+    ),
+]
+
+# Along an axis of three, next to one of none.
+NEXT_TO_NOTHING = [
+    *(
+        unary(kind, function, draw(3, 0), fields=fields, dtypes=(F32, I64), label="next_to_nothing")
+        for kind, function, fields in (
+            ("ArgmaxNode", lambda x: x.argmax(0), {"axis": 0}),
+            ("ArgminNode", lambda x: x.argmin(0, keepdim=True), {"axis": 0, "keepdims": True}),
+            ("MaxNode", lambda x: x.amax(0), {"axes": [0]}),
+            ("MinNode", lambda x: x.amin(0), {"axes": [0]}),
+            ("SumNode", lambda x: x.sum(0), {"axes": [0]}),
+            ("SortNode", lambda x: x.sort(0).values, {"axis": 0}),
+            ("CumsumNode", lambda x: x.cumsum(0), {"axis": 0}),
+        )
+    ),
+]
+
+# Rows of three, each with something special.
+ROWS = [
+    [1, NAN, 3],
+    [NAN, NAN, NAN],
+    [INF, 1, 2],
+    [-INF, 1, 2],
+    [INF, -INF, 1],
+    [-INF, -INF, -INF],
+    [INF, INF, INF],
+    [NAN, INF, 2],
+    [-INF, 1, NAN],
+    [0.0, -0.0, 0.0],
+    [-0.0, -0.0, -0.0],
+    [3, 1, 3],
+    [300, 300, 300],
+    [6e4, 6e4, 1],
+]
+
+SPECIAL_ROWS = [
+    *(
+        unary(kind, function, given(ROWS), fields=fields, label=f"rows{label}")
+        for kind, function, fields, label in (
+            ("AllNode", lambda x: x.all(1), {"axes": [1]}, ""),
+            ("AnyNode", lambda x: x.any(1), {"axes": [1]}, ""),
+            ("ArgmaxNode", lambda x: x.argmax(1), {"axis": 1}, ""),
+            ("ArgminNode", lambda x: x.argmin(1), {"axis": 1}, ""),
+            ("CumsumNode", lambda x: x.cumsum(1), {"axis": 1}, ""),
+            ("LogSumExpNode", lambda x: x.logsumexp(1), {"axes": [1]}, ""),
+            ("MaxNode", lambda x: x.amax(1), {"axes": [1]}, ""),
+            ("MeanNode", lambda x: x.mean(1), {"axes": [1]}, ""),
+            ("MedianNode", lambda x: x.median(1).values, {"axes": [1]}, ""),
+            ("MinNode", lambda x: x.amin(1), {"axes": [1]}, ""),
+            ("ProdNode", lambda x: x.prod(1), {"axes": [1]}, ""),
+            ("SoftmaxNode", lambda x: x.softmax(1), {"axis": 1, "precise": False}, ""),
+            ("SoftmaxNode", lambda x: x.softmax(1), {"axis": 1, "precise": True}, "_precise"),
+            ("SortNode", lambda x: x.sort(1).values, {"axis": 1}, ""),
+            ("ArgsortNode", lambda x: x.argsort(dim=1, stable=True), {"axis": 1}, ""),
+            ("SumNode", lambda x: x.sum(1), {"axes": [1]}, ""),
+            *(
+                (kind, lambda x, name=name, n=n: getattr(x, name)(1, correction=n), {"axes": [1], "ddof": n}, f"_{n}")
+                for kind, name in (("StdNode", "std"), ("VarNode", "var"))
+                for n in (0, 1, 3, 5)
+            ),
+        )
+    ),
+    *(
+        unary(kind, function, corners, fields=fields, dtypes=(*INTS, I8, U8), label="corners")
+        for kind, function, fields in (
+            ("AllNode", lambda x: x.bool().all(0), {"axes": [0]}),
+            ("ArgmaxNode", lambda x: x.argmax(0), {"axis": 0}),
+            ("ArgminNode", lambda x: x.argmin(0), {"axis": 0}),
+            ("ArgsortNode", lambda x: x.argsort(dim=0, stable=True), {"axis": 0}),
+            ("CumsumNode", lambda x: x.cumsum(0), {"axis": 0}),
+            ("MaxNode", lambda x: x.amax(0), {"axes": [0]}),
+            ("MinNode", lambda x: x.amin(0), {"axes": [0]}),
+            ("ProdNode", lambda x: x[1:].prod(0) * x[0], {"axes": [0]}),
+            ("SortNode", lambda x: x.sort(0).values, {"axis": 0}),
+            ("SumNode", lambda x: x.sum(0), {"axes": [0]}),
+        )
+    ),
+    *(
+        unary(kind, function, corners, fields={"axis": 0}, label="corners")
+        for kind, function in (
+            ("ArgsortNode", lambda x: x.argsort(dim=0, stable=True)),
+            ("SortNode", lambda x: x.sort(0).values),
+        )
+    ),
+    *(
+        unary(
+            kind,
+            lambda x, *_, select=select: select(x.sort(0)),
+            given([NAN, 3, -INF, NAN, 1, INF, -2]),
+            fields={"axis": 0, "kth": kth},
+            seen=seen(kth, 0),
+            label=f"nan_kth={kth}",
+        )
+        for kth in (0, 2, 5)
+        for kind, seen, select in (
+            ("PartitionNode", smallest, lambda ordered: ordered.values),
+            ("ArgPartitionNode", smallest_indices, lambda ordered: ordered.indices),
+        )
+    ),
+    # Half precision sums in float32: its own sum of ones ends at 256 or 2,048, and overflows.
+    *(
+        unary(
+            kind,
+            lambda x, function=function: function(x),
+            draw(5000, low=low, high=high),
+            fields=fields,
+            seen=lambda out, x, scale=scale: scale * out,
+            tolerance=2,
+            label="of_many",
+        )
+        for kind, function, low, high, fields, scale in (
+            ("CumsumNode", lambda x: x.cumsum(0), 1, 1, {"axis": 0}, 1),
+            ("LogSumExpNode", lambda x: x.logsumexp(0), 0, 1, {"axes": [0]}, 1),
+            ("MeanNode", lambda x: x.mean(0), 29, 31, {"axes": [0]}, 1),
+            ("SoftmaxNode", lambda x: x.softmax(0), 0, 1, {"axis": 0, "precise": False}, 1000),
+            ("StdNode", lambda x: x.std(0, correction=1), 29, 31, {"axes": [0], "ddof": 1}, 1),
+            ("SumNode", lambda x: x.sum(0), 0, 1, {"axes": [0]}, 1),
+            ("VarNode", lambda x: x.var(0, correction=1), 29, 31, {"axes": [0], "ddof": 1}, 1),
         )
     ),
 ]
@@ -1148,6 +1454,8 @@ INDEXING = [
 
 # Columns of a batch of four rows; the lower triangle is what is attended to.
 LOWER = torch.ones(3, 3, dtype=BOOL).tril().tolist()
+HIDDEN = [[1, 1, 0], [0, 0, 0], [1, 0, 1]]
+NORMED = [[1, 2, NAN, 4], [INF, 1, 2, 3], [0, 0, 0, 0], [3, 3, 3, 3], [6e4, 6e4, -6e4, 1]]
 HEADS = draw(2, 4, 3, 8), draw(2, 2, 3, 8), draw(2, 2, 3, 8)
 PRODUCTS = [
     *(
@@ -1284,6 +1592,58 @@ PRODUCTS = [
         tolerance=4,
         label="mask",
     ),
+    # Rows that see no key.
+    *(
+        Sample(
+            "SdpaNode",
+            lambda *operands, causal=causal: attended(*operands, causal=causal),
+            (*HEADS, given(mask, dtype)),
+            ("q", "k", "v", "mask"),
+            {"scale": 0.3, "causal": causal},
+            dtypes=FLOATS,
+            tolerance=4,
+            label=f"hidden_row_{label}{'_causal' if causal else ''}",
+        )
+        for causal in (False, True)
+        for label, mask, dtype in (
+            ("bool", HIDDEN, BOOL),
+            ("added", [[0.0 if seen else -INF for seen in row] for row in HIDDEN], None),
+        )
+    ),
+    *(
+        Sample(
+            "SdpaNode",
+            attended,
+            tuple(given([[[[number] for number in numbers]]]) for numbers in (q, k, [1, 2])) + more,
+            ("q", "k", "v", "mask")[: 3 + len(more)],
+            {"scale": 0.3},
+            dtypes=(F16,),
+            label=label,
+        )
+        for label, q, k, more in (
+            ("large_scores", [600], [600, 590], ()),
+            ("hidden_by_the_least", [2], [0, 2], (given([[-65504.0, -65504.0]]),)),
+        )
+    ),
+    Sample(
+        "SdpaNode",
+        attended,
+        (draw(2, 4, 3, 8), draw(2, 4, 0, 8), draw(2, 4, 0, 8)),
+        ("q", "k", "v"),
+        {"scale": 0.3},
+        dtypes=FLOATS,
+        label="no_keys",
+    ),
+    *(
+        Sample(
+            kind, function, (given(NORMED),), ("x",), {"eps": eps}, dtypes=FLOATS, tolerance=4, label=f"special_{eps}"
+        )
+        for eps in (1e-5, 0.0)
+        for kind, function in (
+            ("LayerNormNode", lambda x, eps=eps: F.layer_norm(x, (4,), eps=eps)),
+            ("RMSNormNode", lambda x, eps=eps: F.rms_norm(x, (4,), eps=eps)),
+        )
+    ),
     Sample(
         "SdpaNode",
         attended,
@@ -1293,6 +1653,16 @@ PRODUCTS = [
         dtypes=FLOATS,
         tolerance=4,
         label="added_mask",
+    ),
+    Sample(
+        "SdpaNode",
+        lambda q, k, v, mask: attended(q, k, v, mask.to(q.dtype)),
+        (*HEADS, draw(2, 1, 3, 3, dtype=F32)),
+        ("q", "k", "v", "mask"),
+        {"scale": 0.3},
+        dtypes=(F16, BF16),
+        tolerance=4,
+        label="added_mask_in_float32",
     ),
 ]
 
@@ -1400,7 +1770,9 @@ VALUES = [
 SAMPLES: list[Sample] = [
     *ELEMENTWISE,
     *REDUCTIONS,
+    *SPECIAL_ROWS,
     *OF_NOTHING,
+    *NEXT_TO_NOTHING,
     *OF_A_NUMBER,
     *SHAPES,
     *INDEXING,

@@ -1,11 +1,13 @@
 """ExecuTorch's MLX wire format: the one thing that export and runtime share.
 
 ``schema`` has a class per table of the format, ``codec`` turns graphs into payloads and back, ``verify`` refuses a
-graph that cannot be run before anything else looks at it.
+graph that cannot be run before anything else looks at it: ``flow`` runs it on ``types``, by the ``rules`` of each kind
+of instruction.
 """
 
 from .codec import read_payload, write_payload
 from .errors import ProgramError
+from .flow import Facts
 from .schema import (
     NODE_KINDS,
     Graph,
@@ -24,6 +26,7 @@ from .verify import verify_graph
 
 __all__ = [
     "NODE_KINDS",
+    "Facts",
     "Graph",
     "InstructionChain",
     "NamedSlot",

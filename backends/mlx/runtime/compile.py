@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..program import Graph, Node, ProgramError, Tid, Vid
+from ..program import Facts, Graph, Node, ProgramError, Tid, Vid, verify_graph
+from ..program.dtypes import SCALAR_TYPE_NAMES
 from ..program.verify import static_shape
-from .device import DTYPES, mx
-from .kernels import KERNELS, At, Step, StepState
+from .device import DTYPES, MEMORY_BYTES, mx
+from .guard import guarded
+from .kernels import KERNELS, At, Step, StepState, check_extent
 
 # Views of a constant that are worth making once instead of in each run: a linear layer's transposed weight.
 _FOLDED = ("TransposeNode",)
@@ -27,33 +29,48 @@ class CompiledProgram:
     Calling it builds MLX's lazy graph and evaluates nothing but what the program itself reads (positions, sizes from
     data): evaluate the outputs and what the cache's ``release()`` returns together.
 
-    A program's mutable buffers keep what a run has written only if ``commit`` follows it.
+    A program's mutable buffers keep what a run has written only if ``commit`` follows it; ``check`` tells of indices
+    that were computed and point outside of their tensors, for which the outputs hold other elements of these.
 
     Attributes:
         graph: the program.
         uses_cache: whether any instruction attends over a KV cache.
     """
 
-    def __init__(self, graph: Graph, constants: Mapping[int, mx.array]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        constants: Mapping[int, mx.array],
+        facts: Facts | None = None,
+        *,
+        allow_kernels: bool = False,
+    ) -> None:
         """Compile.
 
         Args:
-            graph: a graph that ``verify_graph`` has passed.
+            graph: the graph.
             constants: an array per constant tensor slot.
+            facts: what ``verify_graph`` said of it; by default it is asked.
+            allow_kernels: whether kernels run whose source comes with the program.
 
         Raises:
-            ProgramError: an instruction that this runtime does not know.
+            ProgramError: a graph that cannot be run, or an instruction that this runtime does not know.
         """
         self.graph = graph
-        check_supported(graph)
+        facts = verify_graph(graph, MEMORY_BYTES) if facts is None else facts
+        check_supported(graph, allow_kernels=allow_kernels)
         nodes = graph.instruction_chains[graph.main_chain_idx].instructions
         every = [node for chain in graph.instruction_chains for node in chain.instructions]
         self.uses_cache = any(node.kind == "UpdateAndAttendNode" for node in every)
 
-        def compiled_chain(index: int, at: At) -> list[Step]:
-            return [KERNELS[node.kind](node, at) for node in graph.instruction_chains[index].instructions]
+        def compiled(node: Node, at: At) -> Step:
+            step = KERNELS[node.kind](node, at)
+            return guarded(step, node, at) if id(node) in facts.open else step
 
-        at = At(graph.num_tensors, _handed_in(graph, every), compiled_chain)
+        def compiled_chain(index: int, at: At) -> list[Step]:
+            return [compiled(node, at) for node in graph.instruction_chains[index].instructions]
+
+        at = At(graph.num_tensors, _known(graph, every), graph.num_constant_tensors, compiled_chain)
         # The last entry is the run's StepState.
         self._initial: list[Any] = [None] * (graph.num_tensors + graph.num_values + 1)
         for index, array in constants.items():
@@ -68,11 +85,12 @@ class CompiledProgram:
             for step in at.chain(graph.init_chain_idx):
                 step(self._initial)
         self._written: dict[int, mx.array] = {}
+        self._extents: list[tuple[mx.array, mx.array, int, int]] = []
         folded = _folded_nodes(graph, nodes, every)
         for node in folded:
-            KERNELS[node.kind](node, at)(self._initial)
+            compiled(node, at)(self._initial)
         skip = {id(node) for node in folded}
-        self._steps = [KERNELS[node.kind](node, at) for node in nodes if id(node) not in skip]
+        self._steps = [compiled(node, at) for node in nodes if id(node) not in skip]
         self._inputs = [at(entry.slot) for entry in graph.input_map]
         self._outputs = [at(entry.slot) for entry in graph.output_map]
 
@@ -80,7 +98,8 @@ class CompiledProgram:
         """Run the program.
 
         Args:
-            inputs: an MLX array or a number per input, in the order of the graph's input map.
+            inputs: an MLX array or a number per input, in the order of the graph's input map, as the graph describes
+                them: delegates compare what they are given.
             cache: an MLX cache with a step open, where the program attends.
 
         Returns:
@@ -88,35 +107,50 @@ class CompiledProgram:
         """
         if len(inputs) != len(self._inputs):
             raise ValueError(f"the program takes {len(self._inputs)} inputs, got {len(inputs)}")
-        self._written = {}
+        self._written, self._extents = {}, []
         env = self._initial.copy()
         for index, value in zip(self._inputs, inputs, strict=True):
             env[index] = value
-        env[-1] = StepState(cache)
+        state = env[-1] = StepState(cache)
         for step in self._steps:
             step(env)
+        self._extents = state.extents
+        for index in self._buffers:
+            if env[index].shape != self._initial[index].shape:
+                raise ValueError(
+                    f"the program leaves a mutable buffer of shape {list(env[index].shape)}, expected"
+                    f" {list(self._initial[index].shape)}"
+                )
         self._written = {index: env[index].astype(self._initial[index].dtype) for index in self._buffers}
         return [env[index] for index in self._outputs]
 
-    def written(self) -> list[mx.array]:
-        """Return what the last run has put into the mutable buffers; it is to be evaluated with the outputs."""
-        return list(self._written.values())
+    def pending(self) -> list[mx.array]:
+        """Return what is to be evaluated with the outputs of the last run: what ``check`` and ``commit`` look at."""
+        extents = [array for least, most, *_ in self._extents for array in (least, most)]
+        return [*self._written.values(), *extents]
+
+    def check(self) -> None:
+        """Raise IndexError where the last run has computed an index that lies outside of what it indexes."""
+        for least, most, low, high in self._extents:
+            extent: Any = least.item(), most.item()
+            check_extent(*extent, low, high)
 
     def commit(self) -> None:
-        """Keep it."""
+        """Keep what the last run has written into the mutable buffers."""
         for index, array in self._written.items():
             self._initial[index] = array
         self._written = {}
 
 
-def check_supported(graph: Graph) -> None:
-    """Raise ProgramError naming what this runtime cannot run, if there is anything."""
+def check_supported(graph: Graph, *, allow_kernels: bool) -> None:
+    """Raise ProgramError naming what this runtime cannot run, or may not, if there is anything."""
     nodes = [node for chain in graph.instruction_chains for node in chain.instructions]
     foreign = sorted({node.name for node in nodes if node.kind == "MetalKernelNode"})
-    if foreign:
+    if foreign and not (allow_kernels and mx.metal.is_available()):
+        remedy = "there is no Metal here" if allow_kernels else "load_program(..., allow_kernels=True) runs it on Metal"
         raise ProgramError(
-            f"the program brings Metal source of its own ({', '.join(foreign)}), which is not run: export it without"
-            " custom kernels"
+            f"the program brings Metal source of its own ({', '.join(foreign)}), which is not run: {remedy}; or export"
+            " it without custom kernels"
         )
     unknown = sorted({node.kind for node in nodes} - KERNELS.keys())
     if unknown:
@@ -124,6 +158,9 @@ def check_supported(graph: Graph) -> None:
             f"this runtime does not implement {', '.join(unknown)}; the program needs it: export the model without"
             " these operators in the delegate"
         )
+    described = [meta for meta in graph.tensor_meta if meta is not None]
+    if any(SCALAR_TYPE_NAMES[meta.scalar_type] == "float64" for meta in described):
+        raise ProgramError("the program has float64 tensors, which MLX takes for float32: export it in float32")
     init = graph.instruction_chains[graph.init_chain_idx].instructions if graph.init_chain_idx >= 0 else []
     if any(node.kind == "UpdateAndAttendNode" for node in init):
         raise ProgramError("the program attends over a KV cache while it is loaded, before there can be one")
@@ -134,9 +171,9 @@ def _buffers(graph: Graph) -> range:
     return range(first, first + graph.num_mutable_buffer_tensors)
 
 
-def _handed_in(graph: Graph, nodes: list[Node]) -> frozenset[Tid | Vid]:
-    """Inputs, and what is the same numbers in another shape or dtype."""
-    found = {entry.slot for entry in graph.input_map}
+def _known(graph: Graph, nodes: list[Node]) -> frozenset[Tid | Vid]:
+    """Constants, inputs, and what is the same numbers in another shape or dtype."""
+    found = {entry.slot for entry in graph.input_map} | {Tid(index) for index in range(graph.num_constant_tensors)}
     for node in nodes:
         if node.kind in _SAME_NUMBERS and node.x in found:
             found.add(node.out)

@@ -24,7 +24,7 @@ from ..program.dtypes import SCALAR_TYPE_NAMES
 from ..program.verify import static_shape
 from .caches import MLXCache
 from .compile import CompiledProgram, check_supported
-from .device import DTYPES, STREAM, dtype_name, exclusive, mx
+from .device import DTYPES, MEMORY_BYTES, STREAM, dtype_name, exclusive, mx
 
 logger = logging.getLogger("executorch_mlx")
 
@@ -37,8 +37,9 @@ _DELEGATE_INVALID_COMPATIBILITY = 0x30
 
 @dataclass
 class Loading:
-    """One program's delegates as they are loaded, and the constants they share."""
+    """One program's delegates as they are loaded, the constants they share, and whether their own kernels may run."""
 
+    allow_kernels: bool = False
     delegates: list[Delegate] = field(default_factory=list)
     constants: WeakValueDictionary[tuple[Any, ...], mx.array] = field(default_factory=WeakValueDictionary)
 
@@ -81,13 +82,13 @@ class Delegate:
 
     def __init__(self, payload: bytes, named_data: Any, loading: Loading | None) -> None:
         graph = read_payload(payload)
-        verify_graph(graph)
-        check_supported(graph)
+        facts = verify_graph(graph, MEMORY_BYTES)
         shared = Loading() if loading is None else loading
+        check_supported(graph, allow_kernels=shared.allow_kernels)
         with exclusive(), mx.stream(STREAM):
             constants = _import_constants(graph, named_data, shared)
             try:
-                self.program = CompiledProgram(graph, constants)
+                self.program = CompiledProgram(graph, constants, facts, allow_kernels=shared.allow_kernels)
             except (IndexError, TypeError, ValueError) as error:
                 raise ProgramError(f"an instruction cannot be compiled: {error}") from error
         self._key_at_load = active_key()
@@ -133,7 +134,8 @@ class Delegate:
         try:
             outputs = self.program(inputs, cache)
             outputs = [self._as_declared(index, out) for index, out in enumerate(outputs)]
-            self._evaluate(outputs, self.program.written(), cache)
+            self._evaluate(outputs, self.program.pending(), cache)
+            self.program.check()
             for index, out in enumerate(outputs):
                 if isinstance(out, mx.array):
                     _check_shape(f"delegate output {index}", self._outputs[index], out.shape)
@@ -166,10 +168,10 @@ class Delegate:
         return mx.contiguous(out if meta is None else out.astype(DTYPES[meta.scalar_type]))
 
     @staticmethod
-    def _evaluate(outputs: list[Any], buffers: list[mx.array], cache: MLXCache[Any] | None) -> None:
+    def _evaluate(outputs: list[Any], pending: list[mx.array], cache: MLXCache[Any] | None) -> None:
         pools = cache.release() if cache is not None else []
         try:
-            mx.eval([out for out in outputs if isinstance(out, mx.array)], buffers, pools)
+            mx.eval([out for out in outputs if isinstance(out, mx.array)], pending, pools)
         except Exception as error:
             if cache is not None:
                 cache.mark_lost(f"{type(error).__name__}: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from ..program.dtypes import SCALAR_TYPE_CODES
@@ -15,13 +16,27 @@ except ImportError as error:
         " 'executorch-mlx[cuda13]' for an NVIDIA GPU (one of the two, never both)"
     ) from error
 
-__all__ = ["BLAS", "CLOSING", "DTYPES", "LOCK", "STREAM", "dtype_name", "exclusive", "is_outermost", "mx"]
+__all__ = [
+    "BLAS",
+    "CLOSING",
+    "DTYPES",
+    "LOCK",
+    "MEMORY_BYTES",
+    "STREAM",
+    "dtype_name",
+    "exclusive",
+    "is_outermost",
+    "mx",
+]
 
 # MLX's ordinary streams belong to the thread that made them: an array evaluated on one fails in another thread. This
 # one may be used from any thread, by one at a time; the lock sees to that.
 STREAM = mx.new_thread_unsafe_stream(mx.default_device())
 LOCK = threading.RLock()
 CLOSING = threading.Event()
+
+# What the machine has, or the GPU if that says so: no single tensor can be larger.
+MEMORY_BYTES = int(mx.device_info().get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 # What MLX multiplies matrices with on the CPU; none on a GPU.
 BLAS = install_blas() if mx.default_device().type == mx.cpu else ""

@@ -91,13 +91,13 @@ class Method:
 class Program:
     """A loaded program; as ``executorch.runtime.Program``."""
 
-    def __init__(self, program: Any, data: bytes | None) -> None:
+    def __init__(self, program: Any, data: bytes | None, *, allow_kernels: bool = False) -> None:
         self._program = program
         self._data = data  # a program from bytes points into them
         self._names = {program.get_method_name(index) for index in range(program.num_methods())}
         self._methods: dict[str, Method] = {}
         # Kept by the program, so that methods loaded one after the other share constants.
-        self._loading = Loading()
+        self._loading = Loading(allow_kernels=allow_kernels)
 
     @property
     def method_names(self) -> set[str]:
@@ -147,13 +147,15 @@ class Program:
             raise ValueError(f"the program has no method {name!r}; it has {', '.join(sorted(self._names))}")
 
 
-def load_program(source: str | Path | bytes, *, native: bool = False) -> Program:
+def load_program(source: str | Path | bytes, *, native: bool = False, allow_kernels: bool = False) -> Program:
     """Load an ExecuTorch program.
 
     Args:
         source: a path (its weights are mapped, not read) or the program's bytes.
         native: leave programs for "MLXBackend" to whoever registered that id first, such as ExecuTorch's own runtime
             in Apple's wheel. By default this package runs them, whoever holds the id.
+        allow_kernels: run kernels whose Metal source comes with the program, where there is Metal. Such a kernel reads
+            and writes the GPU's memory as it likes: allow it for programs that you made.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -177,8 +179,8 @@ def load_program(source: str | Path | bytes, *, native: bool = False) -> Program
         "data_path": None,
     }
     if isinstance(source, (str, Path)):
-        return Program(_C._load_program(str(source), **options), None)
-    return Program(_C._load_program_from_buffer(source, **options), source)
+        return Program(_C._load_program(str(source), **options), None, allow_kernels=allow_kernels)
+    return Program(_C._load_program_from_buffer(source, **options), source, allow_kernels=allow_kernels)
 
 
 def _check_contiguous(inputs: Sequence[Any]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from ...program import Node
 from ..device import mx
-from .base import At, Env, Row, Step, dtype_of, get
+from .base import HALVES, At, Env, Row, Step, dtype_of, get
 from .state import StepState
 
 
@@ -59,15 +61,35 @@ def _rope(node: Node, at: At) -> Step:
 
 def _sdpa(node: Node, at: At) -> Step:
     q, k, v, out, scale = at(node.q), at(node.k), at(node.v), at(node.out), node.scale
-    mask = None if node.mask is None else at(node.mask)
-    causal = "causal" if node.causal else None
+    mask = get(node.mask, at)
+    is_causal = bool(node.causal)
+    is_on_cpu = mx.default_device().type == mx.cpu
 
-    def step(env: Env) -> None:
-        env[out] = mx.fast.scaled_dot_product_attention(
-            env[q], env[k], env[v], scale=scale, mask=causal if mask is None else env[mask]
-        )
+    def attended(env: Env, mask: mx.array | str | None) -> mx.array:
+        operands = env[q], env[k], env[v]
+        dtype = mx.result_type(*operands)
+        if is_on_cpu and dtype in HALVES:
+            # MLX's fallback multiplies halves in halves: scores overflow, and it takes several times as long.
+            operands = tuple(operand.astype(mx.float32) for operand in operands)
+        return mx.fast.scaled_dot_product_attention(*operands, scale=scale, mask=mask).astype(dtype)
 
-    return step
+    def unmasked(env: Env) -> None:
+        env[out] = attended(env, "causal" if is_causal else None)
+
+    def masked(env: Env) -> None:
+        given = mask(env)
+        if is_causal:
+            length, keys = env[q].shape[2], env[k].shape[2]
+            lower = mx.tri(length, keys, keys - length, dtype=mx.bool_)
+            given = given & lower if given.dtype == mx.bool_ else mx.where(lower, given, -math.inf)
+        if given.dtype != mx.bool_:
+            # torch takes a mask of another precision, MLX none that is wider.
+            given = given.astype(mx.result_type(env[q], env[k], env[v]))
+        is_seen = given if given.dtype == mx.bool_ else given > -math.inf
+        # torch gives zeros to a row that sees no key, MLX the mean of the values or NaN.
+        env[out] = mx.where(is_seen.any(axis=-1, keepdims=True), attended(env, given), 0)
+
+    return unmasked if node.mask is None else masked
 
 
 def _update_and_attend(node: Node, at: At) -> Step:

@@ -10,8 +10,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ...program import Node, Tid, Vid
 from ..device import DTYPES, mx
+
+HALVES = (mx.float16, mx.bfloat16)
 
 Env = list[Any]
 Step = Callable[[Env], None]
@@ -24,11 +28,13 @@ class At:
     def __init__(
         self,
         num_tensors: int,
-        handed_in: frozenset[Tid | Vid] = frozenset(),
+        known: frozenset[Tid | Vid] = frozenset(),
+        num_constants: int = 0,
         chain: Callable[[int, At], list[Step]] = lambda index, at: [],
     ) -> None:
         self._num_tensors = num_tensors
-        self._handed_in = handed_in
+        self._known = known
+        self._num_constants = num_constants
         self._chain = chain
 
     def chain(self, index: int) -> list[Step]:
@@ -39,12 +45,13 @@ class At:
         """Return a slot's place."""
         return slot.idx if isinstance(slot, Tid) else self._num_tensors + slot.idx
 
-    def is_handed_in(self, field: Any) -> bool:
-        """Whether a field is a tensor of numbers that the caller hands in.
+    def is_known(self, slot: Tid | Vid) -> bool:
+        """Whether a slot's numbers are there before the program computes anything."""
+        return slot in self._known
 
-        MLX does not check indices: what comes from outside is checked, what the model computes is its own affair.
-        """
-        return isinstance(field, Tid) and field in self._handed_in
+    def is_constant(self, slot: Tid | Vid) -> bool:
+        """Whether a slot's numbers are the same in each run."""
+        return isinstance(slot, Tid) and slot.idx < self._num_constants
 
 
 Row = Callable[[Node, At], Step]
@@ -69,11 +76,61 @@ def get_ints(values: list[Any], at: At) -> Getter:
     return lambda env: tuple([int(get(env)) for get in getters])
 
 
+def indices(slot: Tid, at: At) -> Callable[[Env, int, int], mx.array]:
+    """Return a getter of indices from a lowest to a highest: MLX reads and writes wherever an index points.
+
+    Numbers that are there already, those of inputs and constants, are looked at: IndexError. What the program computes
+    is confined to the bounds, and compared with them once it has been evaluated (``StepState.confined``).
+    """
+    place, is_known, is_constant = at(slot), at.is_known(slot), at.is_constant(slot)
+    of_constant: tuple[int, int] | None = None
+
+    def getter(env: Env, low: int, high: int) -> mx.array:
+        nonlocal of_constant
+        array: mx.array = env[place]
+        if not mx.issubdtype(array.dtype, mx.integer):
+            raise TypeError(f"indices are integers, got {array.dtype}")
+        if not array.size:
+            return array
+        if array.dtype == mx.uint64:  # with signed integers it becomes a float
+            array = array.astype(mx.int64)
+        if not is_known:
+            confined: mx.array = env[-1].confined(array, low, high)
+            return confined
+        extent = of_constant
+        if extent is None:
+            numbers = np.array(array, copy=False)
+            extent = int(numbers.min()), int(numbers.max())
+            of_constant = extent if is_constant else None
+        check_extent(*extent, low, high)
+        return array
+
+    return getter
+
+
+def check_extent(least: int, most: int, low: int, high: int) -> None:
+    """Raise IndexError for indices outside of their bounds."""
+    if least < low or most > high:
+        raise IndexError(
+            f"an index outside {low}..{high}: they go from {least} to {most} (a token id past the vocabulary, or a row"
+            " past the step's tokens)"
+        )
+
+
 def dtype_of(scalar_type: int) -> mx.Dtype:
     """Return MLX's dtype for one of ExecuTorch's."""
     if scalar_type not in DTYPES:
         raise ValueError(f"unknown scalar type {scalar_type}")
     return DTYPES[scalar_type]
+
+
+def in_float32(function: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+    """Half precision is computed in float32 and rounded once, as in torch."""
+
+    def run(x: mx.array) -> mx.array:
+        return function(x.astype(mx.float32)).astype(x.dtype) if x.dtype in HALVES else function(x)
+
+    return run
 
 
 # -- row makers ---------------------------------------------------------------

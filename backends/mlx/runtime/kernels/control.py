@@ -12,7 +12,9 @@ def _if(node: Node, at: At) -> Step:
     branches = at.chain(node.else_chain_idx), at.chain(node.then_chain_idx)
 
     def step(env: Env) -> None:
-        for instruction in branches[bool(condition(env))]:
+        branch = branches[bool(condition(env))]
+        env[-1].spend(len(branch))
+        for instruction in branch:
             instruction(env)
 
     return step
@@ -31,8 +33,9 @@ def _scan(node: Node, at: At) -> Step:
             raise ValueError("ScanNode: there is nothing to go over, so that its results have no shape")
         results: list[list[mx.array]] = [[] for _ in outputs]
         for index in range(length):
+            env[-1].spend(len(body) + 1)
             for slot, array in zip(sliced, given, strict=True):
-                env[slot] = mx.take(array, index, axis=axis)
+                env[slot] = array[tuple([slice(None)] * (axis % array.ndim) + [index])]
             for instruction in body:
                 instruction(env)
             for result, slot in zip(results, outputs, strict=True):

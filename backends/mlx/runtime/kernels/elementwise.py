@@ -8,7 +8,9 @@ import mlx.nn as nn
 
 from ...program import Node
 from ..device import mx
-from .base import At, Env, Row, Step, binary, dtype_of, fixed, get, unary
+from .base import HALVES, At, Env, Row, Step, binary, dtype_of, fixed, get, in_float32, unary
+
+Operation = Callable[[mx.array, mx.array], mx.array]
 
 
 def _clip(node: Node, at: At) -> Step:
@@ -20,11 +22,22 @@ def _clip(node: Node, at: At) -> Step:
     return step
 
 
+# Compiled, the casts are part of the one kernel.
+_GELU = {
+    "none": mx.compile(in_float32(nn.gelu), shapeless=True),
+    "tanh": mx.compile(in_float32(nn.gelu_approx), shapeless=True),
+}
+
+
 def _gelu(approximate: str) -> Callable[[mx.array], mx.array]:
-    if approximate not in ("none", "tanh"):
+    if approximate not in _GELU:
         raise ValueError(f"GeluNode: approximate is 'none' or 'tanh', got {approximate!r}")
-    gelu: Callable[[mx.array], mx.array] = nn.gelu if approximate == "none" else nn.gelu_approx
-    return gelu
+    return _GELU[approximate]
+
+
+def _round(decimals: int) -> Callable[[mx.array], mx.array]:
+    # Times a power of ten, halves overflow.
+    return in_float32(lambda x: mx.round(x, decimals)) if decimals else mx.round
 
 
 def _trunc(x: mx.array) -> mx.array:
@@ -38,6 +51,46 @@ def _where(node: Node, at: At) -> Step:
         env[out] = mx.where(env[condition], env[x], env[y])
 
     return step
+
+
+def _arithmetic(function: Operation, of_integers: Operation, of_floats: Operation | None = None) -> Row:
+    """A function of two tensors that has its own form for signed integers, and perhaps for floats."""
+
+    def run(a: mx.array, b: mx.array) -> mx.array:
+        dtype = mx.result_type(a, b)
+        if mx.issubdtype(dtype, mx.signedinteger):
+            return of_integers(a.astype(dtype), b.astype(dtype))
+        if of_floats is not None and mx.issubdtype(dtype, mx.floating):
+            wide = mx.float32 if dtype in HALVES else dtype
+            return of_floats(a.astype(wide), b.astype(wide)).astype(dtype)
+        return function(a, b)
+
+    return binary(run)
+
+
+# The least integer by -1 has no quotient: an x86 processor ends the process that asks for it. Here it wraps around.
+
+
+def _floor_divide_integers(a: mx.array, b: mx.array) -> mx.array:
+    is_negated = b == -1
+    return mx.floor_divide(mx.where(is_negated, -a, a), mx.where(is_negated, 1, b))
+
+
+def _remainder_integers(a: mx.array, b: mx.array) -> mx.array:
+    return mx.remainder(a, mx.where(b == -1, 1, b))
+
+
+def _floor_divide_floats(a: mx.array, b: mx.array) -> mx.array:
+    """The whole number that the remainder leaves, as in torch and Python: 1.0 // 0.1 is 9, and a / b rounds to 10."""
+    rest = mx.remainder(mx.abs(a), mx.abs(b))
+    whole = mx.round((mx.abs(a) - rest) / mx.abs(b))
+    signed = mx.where((a < 0) == (b < 0), whole, -whole - (rest != 0))
+    return mx.where((a == 0) | (b == 0), a / b, signed)
+
+
+def _power_integers(a: mx.array, b: mx.array) -> mx.array:
+    """Of 1 and -1 also to negative powers, which are 0 for all others."""
+    return mx.power(a, mx.where(mx.abs(a) == 1, b & 1, b))
 
 
 KERNELS: dict[str, Row] = {
@@ -67,7 +120,7 @@ KERNELS: dict[str, Row] = {
     "LogicalNotNode": unary(mx.logical_not),
     "NegNode": unary(mx.negative),
     "ReciprocalNode": unary(mx.reciprocal),
-    "RoundNode": fixed(lambda n: lambda x: mx.round(x, n.decimals)),
+    "RoundNode": fixed(lambda n: _round(n.decimals)),
     "RsqrtNode": unary(mx.rsqrt),
     "SigmoidNode": unary(mx.sigmoid),
     "SignNode": unary(mx.sign),
@@ -87,7 +140,7 @@ KERNELS: dict[str, Row] = {
     "BitwiseXorNode": binary(mx.bitwise_xor),
     "DivideNode": binary(mx.divide),
     "EqualNode": binary(mx.equal),
-    "FloorDivideNode": binary(mx.floor_divide),
+    "FloorDivideNode": _arithmetic(mx.floor_divide, _floor_divide_integers, _floor_divide_floats),
     "GreaterEqualNode": binary(mx.greater_equal),
     "GreaterNode": binary(mx.greater),
     "LessEqualNode": binary(mx.less_equal),
@@ -99,8 +152,8 @@ KERNELS: dict[str, Row] = {
     "MinimumNode": binary(mx.minimum),
     "MultiplyNode": binary(mx.multiply),
     "NotEqualNode": binary(mx.not_equal),
-    "PowerNode": binary(mx.power),
-    "RemainderNode": binary(mx.remainder),
+    "PowerNode": _arithmetic(mx.power, _power_integers),
+    "RemainderNode": _arithmetic(mx.remainder, _remainder_integers),
     "SubtractNode": binary(mx.subtract),
     # three
     "ClipNode": _clip,

@@ -7,55 +7,66 @@ from typing import Any
 
 from ...program import Node, Tid
 from ..device import mx
-from .base import At, Env, Row, Step, get
+from .base import At, Env, Row, Step, get, indices
 
 
 def _gather(node: Node, at: At) -> Step:
     x, out = at(node.x), at(node.out)
-    indices, axes, sizes = [at(index) for index in node.indices], node.axes, node.slice_sizes
-    handed_in = [at.is_handed_in(index) for index in node.indices]
+    starts, axes, sizes = [indices(index, at) for index in node.indices], node.axes, node.slice_sizes
     rank = len(sizes)
 
     def step(env: Env) -> None:
+        shape = env[x].shape
+        if any(size > own for size, own in zip(sizes, shape, strict=True)):
+            raise ValueError(f"GatherNode: slices of {sizes}, of a tensor of shape {list(shape)}")
         places = []
         for axis, size in enumerate(sizes):
             # Each axis of a slice gets one of the result's last axes.
-            shape = [size if other == axis else 1 for other in range(rank)]
-            places.append(mx.arange(size, dtype=mx.int32).reshape(shape))
-        for axis, index, is_handed_in in zip(axes, indices, handed_in, strict=True):
-            start = env[index]
-            if is_handed_in:
-                env[-1].check_indices(start, env[x].shape[axis])
+            places.append(mx.arange(size).reshape([size if other == axis else 1 for other in range(rank)]))
+        for axis, index in zip(axes, starts, strict=True):
+            start = index(env, -shape[axis], shape[axis] - sizes[axis])
             places[axis] = places[axis] + start.reshape([*start.shape, *[1] * rank])
         env[out] = env[x][tuple(places)]
 
     return step
 
 
+def _along(where: Callable[[Env, int, int], mx.array], env: Env, array: mx.array, axis: int) -> mx.array:
+    """Return indices of an array's axis; negative ones count from its end."""
+    size = array.shape[axis]
+    return where(env, -size, size - 1)
+
+
 def _index_copy(node: Node, at: At) -> Step:
-    dst, update, indices, out, axis = at(node.dst), at(node.update), at(node.indices), at(node.out), node.axis
-    is_handed_in = at.is_handed_in(node.indices)
+    dst, update, where, out, axis = at(node.dst), at(node.update), indices(node.indices, at), at(node.out), node.axis
 
     def step(env: Env) -> None:
-        if is_handed_in:
-            env[-1].check_indices(env[indices], env[dst].shape[axis])
         result = mx.array(env[dst])
         index: list[Any] = [slice(None)] * result.ndim
-        index[axis] = env[indices]
-        result[tuple(index)] = env[update].astype(result.dtype)
+        index[axis] = _along(where, env, result, axis)
+        if result.size:  # MLX divides by it
+            result[tuple(index)] = env[update].astype(result.dtype)
         env[out] = result
 
     return step
 
 
 def _scatter_add(node: Node, at: At) -> Step:
-    x, indices, updates, out, axis = at(node.x), at(node.indices), at(node.updates), at(node.out), node.axis
-    is_handed_in = at.is_handed_in(node.indices)
+    x, rows, updates, out, axis = at(node.x), indices(node.indices, at), at(node.updates), at(node.out), node.axis
 
     def step(env: Env) -> None:
-        array, where = env[x], env[indices]
-        if is_handed_in:
-            env[-1].check_indices(where, array.shape[axis])
+        array = env[x]
+        where = _along(rows, env, array, axis)
+        around = axis % array.ndim
+        fits = where.ndim == array.ndim == env[updates].ndim and all(
+            size <= other and (dim == around or size <= own)
+            for dim, (size, other, own) in enumerate(zip(where.shape, env[updates].shape, array.shape, strict=True))
+        )
+        if not fits:
+            raise ValueError(
+                f"ScatterAddNode: indices of shape {list(where.shape)} and updates of {list(env[updates].shape)}, for a"
+                f" tensor of {list(array.shape)}"
+            )
         places = [
             mx.arange(size).reshape([size if other == dim else 1 for other in range(where.ndim)])
             for dim, size in enumerate(where.shape)
@@ -79,8 +90,10 @@ def _part(node: Node, at: At) -> Callable[[Env, int], tuple[slice, ...]]:
     def index(env: Env, rank: int) -> tuple[slice, ...]:
         # Torch's end is 2**63 - 1, and MLX's bounds have 32 bits.
         first, last = (max(-_FARTHEST, min(int(bound(env)), _FARTHEST)) for bound in (start, stop))
-        whole = [slice(None)] * rank
-        whole[int(axis(env))] = slice(first, last, stride)
+        whole, place = [slice(None)] * rank, int(axis(env))
+        if not -rank <= place < rank:
+            raise IndexError(f"{node.kind}: axis {place} of a tensor of {rank} axes")
+        whole[place] = slice(first, last, stride)
         return tuple(whole)
 
     return index
@@ -118,24 +131,19 @@ def _take(node: Node, at: At) -> Step:
             env[out] = mx.take(env[x], index % size, axis=axis)
 
         return step_at
-    indices, is_handed_in = at(node.index), at.is_handed_in(node.index)
+    where = indices(node.index, at)
 
     def step(env: Env) -> None:
-        if is_handed_in:
-            env[-1].check_indices(env[indices], env[x].shape[axis])
-        env[out] = mx.take(env[x], env[indices], axis=axis)
+        env[out] = mx.take(env[x], _along(where, env, env[x], axis), axis=axis)
 
     return step
 
 
 def _take_along_axis(node: Node, at: At) -> Step:
-    x, indices, out, axis = at(node.x), at(node.indices), at(node.out), node.axis
-    is_handed_in = at.is_handed_in(node.indices)
+    x, where, out, axis = at(node.x), indices(node.indices, at), at(node.out), node.axis
 
     def step(env: Env) -> None:
-        if is_handed_in:
-            env[-1].check_indices(env[indices], env[x].shape[axis])
-        env[out] = mx.take_along_axis(env[x], env[indices], axis=axis)
+        env[out] = mx.take_along_axis(env[x], _along(where, env, env[x], axis), axis=axis)
 
     return step
 

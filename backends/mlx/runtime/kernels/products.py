@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...program import Node
+from ...program import Node, Tid
 from ..device import mx
-from .base import At, Env, Row, Step, dtype_of, get
+from .base import HALVES, At, Env, Row, Step, dtype_of, get, indices
 
 
 def _addmm(node: Node, at: At) -> Step:
@@ -29,36 +30,70 @@ def _addmm(node: Node, at: At) -> Step:
     return step_with_bias
 
 
-def _convolution(function: Callable[..., mx.array], letters: str, *fields: str) -> Row:
+def _convolution(letters: str, *, is_transposed: bool = False) -> Row:
     """A convolution whose fields end in a letter per dimension; in one dimension, in none."""
+    # In three dimensions MLX has none with several groups.
+    convolve = _by_groups if len(letters) == 3 else mx.conv_general
+    names = [f"_{letter}" for letter in letters] if len(letters) > 1 else [""]
 
     def row(node: Node, at: At) -> Step:
-        x, w, out = at(node.x), at(node.w), at(node.out)
-        names = [f"_{letter}" for letter in letters] if len(letters) > 1 else [""]
-        options = {field: tuple(getattr(node, f"{field}{name}") for name in names) for field in fields}
-        given = {field: values if len(letters) > 1 else values[0] for field, values in options.items()}
-        run = partial(function, **given, groups=node.groups)
+        x, w, out, groups = at(node.x), at(node.w), at(node.out), node.groups
+        stride, padding, dilation = (
+            tuple(getattr(node, f"{field}{name}") for name in names) for field in ("stride", "padding", "dilation")
+        )
+        more = tuple(getattr(node, f"output_padding{name}") for name in names) if is_transposed else ()
 
         def step(env: Env) -> None:
-            env[out] = run(env[x], env[w])
+            array, kernel = env[x], env[w]
+            if 0 in kernel.shape:  # MLX divides by these sizes
+                raise ValueError(f"{node.kind}: a kernel of shape {list(kernel.shape)}, without elements")
+            if is_transposed:
+                if 0 in array.shape[1:-1]:
+                    raise ValueError(f"{node.kind}: an input of shape {list(array.shape)}, without places")
+                reach = [step * (size - 1) for step, size in zip(dilation, kernel.shape[1:-1], strict=True)]
+                before = [most - width for most, width in zip(reach, padding, strict=True)]
+                after = [low + extra for low, extra in zip(before, more, strict=True)]
+                array = _padded(_spread(array, stride), before, after)
+                env[out] = convolve(array, kernel, kernel_dilation=dilation, groups=groups, flip=True)
+            else:
+                env[out] = convolve(
+                    array, kernel, stride=stride, padding=padding, kernel_dilation=dilation, groups=groups
+                )
 
         return step
 
     return row
 
 
-def _by_groups(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """A convolution whose groups are computed one by one: in three dimensions MLX has none with several."""
-
-    def run(x: mx.array, w: mx.array, groups: int, **options: Any) -> mx.array:
-        pairs = zip(mx.split(x, groups, axis=-1), mx.split(w, groups, axis=0), strict=True)
-        return mx.concatenate([function(its_x, its_w, **options) for its_x, its_w in pairs], axis=-1)
-
-    return run
+def _by_groups(x: mx.array, w: mx.array, *, groups: int, **options: Any) -> mx.array:
+    """A convolution whose groups are computed one by one."""
+    pairs = zip(mx.split(x, groups, axis=-1), mx.split(w, groups, axis=0), strict=True)
+    return mx.concatenate([mx.conv_general(its_x, its_w, **options) for its_x, its_w in pairs], axis=-1)
 
 
-_CONVOLUTION = ("stride", "padding", "dilation")
-_TRANSPOSED = (*_CONVOLUTION, "output_padding")
+# A transposed convolution is a plain one, of a kernel that is turned round, over an input with zeros in between: MLX's
+# own computes wrongly where more is left out of the result than a kernel is wide, and with strides on CUDA.
+
+
+def _spread(x: mx.array, strides: tuple[int, ...]) -> mx.array:
+    """Put stride - 1 zeros between the places of [N, sizes, C]."""
+    for axis, stride in enumerate(strides, 1):
+        size = x.shape[axis]
+        if stride > 1 and size > 1:
+            widths = [(0, 0)] * (x.ndim + 1)
+            widths[axis + 1] = (0, stride - 1)
+            wide = mx.pad(mx.expand_dims(x, axis + 1), widths).flatten(axis, axis + 1)
+            x = wide[tuple([slice(None)] * axis + [slice((size - 1) * stride + 1)])]
+    return x
+
+
+def _padded(x: mx.array, before: list[int], after: list[int]) -> mx.array:
+    """Put zeros around the places of [N, sizes, C], or take some away where there are to be less than none."""
+    kept, widths = [slice(None)], [(0, 0)]
+    for low, high, size in zip(before, after, x.shape[1:-1], strict=True):
+        kept.append(slice(max(-low, 0), size - max(-high, 0)))
+        widths.append((max(low, 0), max(high, 0)))
+    return mx.pad(x[tuple(kept)], [*widths, (0, 0)])
 
 
 def _dequantize(node: Node, at: At) -> Step:
@@ -73,9 +108,17 @@ def _dequantize(node: Node, at: At) -> Step:
     return step
 
 
+def _chosen(field: Tid | None, at: At) -> Callable[[Env, mx.array], mx.array | None]:
+    """Return what gives the indices of a batch's matrices, None for all of them in order."""
+    if field is None:
+        return lambda env, batch: None
+    where = indices(field, at)
+    return lambda env, batch: where(env, 0, math.prod(batch.shape[:-2]) - 1)
+
+
 def _gather_mm(node: Node, at: At) -> Step:
     a, b, out = at(node.a), at(node.b), at(node.out)
-    left, right, is_sorted = get(node.lhs_indices, at), get(node.rhs_indices, at), _sorted_flag(node, at)
+    left, right, is_sorted = _chosen(node.lhs_indices, at), _chosen(node.rhs_indices, at), _sorted_flag(node, at)
     # MLX's kernel for CPUs takes float32 only.
     is_widened = mx.default_device().type == mx.cpu
 
@@ -84,7 +127,8 @@ def _gather_mm(node: Node, at: At) -> Step:
         dtype = first.dtype
         if is_widened:
             first, second = first.astype(mx.float32), second.astype(mx.float32)
-        product = mx.gather_mm(first, second, left(env), right(env), sorted_indices=is_sorted(env))
+        chosen = left(env, first), right(env, second)
+        product = mx.gather_mm(first, second, *chosen, sorted_indices=is_sorted(env))
         env[out] = product.astype(dtype)
 
     return step
@@ -92,26 +136,37 @@ def _gather_mm(node: Node, at: At) -> Step:
 
 def _gather_qmm(node: Node, at: At) -> Step:
     x, w, scales, out = at(node.x), at(node.w), at(node.scales), at(node.out)
-    biases, left, right = get(node.biases, at), get(node.lhs_indices, at), get(node.rhs_indices, at)
-    options, is_sorted = _quantization(node), _sorted_flag(node, at)
+    biases, left, right = get(node.biases, at), _chosen(node.lhs_indices, at), _chosen(node.rhs_indices, at)
+    run, is_sorted = _in_float32_on_cpu(partial(mx.gather_qmm, **_quantization(node))), _sorted_flag(node, at)
 
     def step(env: Env) -> None:
-        env[out] = mx.gather_qmm(
-            env[x],
-            env[w],
-            env[scales],
-            biases(env),
-            left(env),
-            right(env),
-            sorted_indices=is_sorted(env),
-            **options,
-        )
+        chosen = left(env, env[x]), right(env, env[w])
+        env[out] = run(env[x], env[w], env[scales], biases(env), *chosen, sorted_indices=is_sorted(env))
 
     return step
 
 
 def _quantization(node: Node) -> dict[str, Any]:
     return {name: getattr(node, name) for name in ("transpose", "group_size", "bits", "mode")}
+
+
+def _in_float32_on_cpu(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """A product with quantized weights; MLX's kernel for CPUs adds halves up in halves, which end at 256 or 2,048."""
+    if mx.default_device().type != mx.cpu:
+        return function
+
+    def run(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, *rest: Any, **how: Any) -> mx.array:
+        if x.size == 0:
+            raise ValueError(f"a product of shape {list(x.shape)} with quantized weights: MLX divides by its rows")
+        if x.dtype not in HALVES:
+            return function(x, w, scales, biases, *rest, **how)
+        dtype = x.dtype
+        if biases is not None:
+            dtype = mx.result_type(x, scales, biases)
+            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        return function(x.astype(mx.float32), w, scales, biases, *rest, **how).astype(dtype)
+
+    return run
 
 
 def _sorted_flag(node: Node, at: At) -> Callable[[Env], bool]:
@@ -122,22 +177,22 @@ def _sorted_flag(node: Node, at: At) -> Callable[[Env], bool]:
 
 def _quantized_matmul(node: Node, at: At) -> Step:
     x, w, scales, out = at(node.x), at(node.w), at(node.scales), at(node.out)
-    biases, options = get(node.biases, at), _quantization(node)
+    biases, run = get(node.biases, at), _in_float32_on_cpu(partial(mx.quantized_matmul, **_quantization(node)))
 
     def step(env: Env) -> None:
-        env[out] = mx.quantized_matmul(env[x], env[w], env[scales], biases(env), **options)
+        env[out] = run(env[x], env[w], env[scales], biases(env))
 
     return step
 
 
 KERNELS: dict[str, Row] = {
     "AddmmNode": _addmm,
-    "Conv1DNode": _convolution(mx.conv1d, "w", *_CONVOLUTION),
-    "Conv2DNode": _convolution(mx.conv2d, "hw", *_CONVOLUTION),
-    "Conv3DNode": _convolution(_by_groups(mx.conv3d), "dhw", *_CONVOLUTION),
-    "ConvTranspose1DNode": _convolution(mx.conv_transpose1d, "w", *_TRANSPOSED),
-    "ConvTranspose2DNode": _convolution(mx.conv_transpose2d, "hw", *_TRANSPOSED),
-    "ConvTranspose3DNode": _convolution(_by_groups(mx.conv_transpose3d), "dhw", *_TRANSPOSED),
+    "Conv1DNode": _convolution("w"),
+    "Conv2DNode": _convolution("hw"),
+    "Conv3DNode": _convolution("dhw"),
+    "ConvTranspose1DNode": _convolution("w", is_transposed=True),
+    "ConvTranspose2DNode": _convolution("hw", is_transposed=True),
+    "ConvTranspose3DNode": _convolution("dhw", is_transposed=True),
     "DequantizeNode": _dequantize,
     "GatherMmNode": _gather_mm,
     "GatherQmmNode": _gather_qmm,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ...program import Node
 from ..device import mx
@@ -17,7 +18,10 @@ def _arange(node: Node, at: At) -> Step:
     dtype = mx.int64 if node.scalar_type is None else dtype_of(node.scalar_type)
 
     def step(env: Env) -> None:
-        env[out] = mx.arange(start(env), stop(env), stride(env), dtype=dtype)
+        first, end, by = start(env), stop(env), stride(env)
+        # MLX's CUDA kernel crashes on none.
+        is_empty = (end - first) * by <= 0 and by
+        env[out] = mx.zeros((0,), dtype) if is_empty else mx.arange(first, end, by, dtype=dtype)
 
     return step
 
@@ -61,8 +65,14 @@ def _flip(node: Node, at: At) -> Step:
 
 def _filled(shape: Sequence[int], value: float, dtype: mx.Dtype) -> mx.array:
     """A tensor of one value, which the format has as a float whatever the dtype."""
-    is_float = mx.issubdtype(dtype, mx.floating)
-    number = float(value) if is_float else bool(value) if dtype == mx.bool_ else int(value)
+    if mx.issubdtype(dtype, mx.floating):
+        number = float(value)
+    elif dtype == mx.bool_:
+        number = bool(value)
+    elif math.isfinite(value) and mx.iinfo(dtype).min <= value <= mx.iinfo(dtype).max:
+        number = int(value)
+    else:
+        raise ValueError(f"a tensor of {dtype} filled with {value}")
     return mx.broadcast_to(mx.array(number, dtype=dtype), shape)
 
 
@@ -131,7 +141,10 @@ def _roll(node: Node, at: At) -> Step:
     x, out, shift, axes = at(node.x), at(node.out), get_ints(node.shift, at), tuple(node.axes)
 
     def step(env: Env) -> None:
-        env[out] = mx.roll(env[x], shift(env), axes)
+        array = env[x]
+        # MLX's shifts have 32 bits.
+        within: Any = [by % max(array.shape[axis], 1) for by, axis in zip(shift(env), axes, strict=True)]
+        env[out] = mx.roll(array, within, axes)
 
     return step
 
@@ -140,9 +153,12 @@ def _split(node: Node, at: At) -> Step:
     x, outs, sizes, axis = at(node.x), [at(out) for out in node.outs], get_ints(node.sizes, at), node.axis
 
     def step(env: Env) -> None:
-        given = sizes(env)
+        given, whole = sizes(env), env[x].shape[axis]
         # A single size stands for chunks of that size, the last of which may be shorter.
         chunks = given if len(given) == len(outs) else given * len(outs)
+        rest = whole - sum(chunks[:-1])
+        if min(chunks) < 0 or not (0 <= rest <= chunks[-1] if len(given) == 1 else rest == chunks[-1]):
+            raise ValueError(f"SplitNode: sizes {list(given)} for {len(outs)} parts of an axis of {whole}")
         ends = itertools.accumulate(chunks[:-1])
         for out, part in zip(outs, mx.split(env[x], list(ends), axis=axis), strict=True):
             env[out] = part
@@ -156,7 +172,7 @@ def _squeeze(node: Node, at: At) -> Step:
     def step(env: Env) -> None:
         array = env[x]
         # torch ignores a dimension that is not 1; MLX refuses it.
-        axes = [dim for dim in dims if array.shape[dim] == 1] if dims else None
+        axes = [dim for dim in dims if array.ndim and array.shape[dim] == 1] if dims else None
         env[out] = mx.squeeze(array, axes)
 
     return step
@@ -166,9 +182,23 @@ def _tri(node: Node, at: At) -> Step:
     out, rows, columns, k, dtype = at(node.out), get(node.n, at), get(node.m, at), node.k, dtype_of(node.scalar_type)
 
     def step(env: Env) -> None:
-        env[out] = mx.tri(int(rows(env)), int(columns(env)), k, dtype)
+        n, m = int(rows(env)), int(columns(env))
+        env[out] = mx.tri(n, m, _diagonal(k, n, m), dtype)
 
     return step
+
+
+def _diagonal(k: int, rows: int, columns: int) -> int:
+    """Return the diagonal itself, or one that is as far outside of the matrix: MLX adds sizes to it in 32 bits."""
+    return max(-rows, min(k, columns))
+
+
+def _triangle(function: Callable[[mx.array, int], mx.array]) -> Row:
+    def make(node: Node) -> Callable[[mx.array], mx.array]:
+        # MLX crashes on some tensors without elements.
+        return lambda x: function(x, _diagonal(node.k, *x.shape[-2:])) if x.size else x
+
+    return fixed(make)
 
 
 KERNELS: dict[str, Row] = {
@@ -187,8 +217,8 @@ KERNELS: dict[str, Row] = {
     "StackNode": joined(mx.stack),
     "TileNode": with_ints("reps", mx.tile),
     "TransposeNode": fixed(lambda n: lambda x: mx.transpose(x, n.perm)),
-    "TrilNode": fixed(lambda n: lambda x: mx.tril(x, n.k)),
-    "TriuNode": fixed(lambda n: lambda x: mx.triu(x, n.k)),
+    "TrilNode": _triangle(mx.tril),
+    "TriuNode": _triangle(mx.triu),
     # new ones
     "ARangeNode": _arange,
     "FullLikeNode": _full_like,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from executorch_mlx.extension.llm.cache.arguments import host_positions
 
+from ...program.flow import MAX_STEPS
 from ..device import mx
 from .rotation import Rotation
 
@@ -19,6 +18,10 @@ class StepState:
         self.cache = cache
         self._host: dict[int, tuple[mx.array, tuple[int, ...]]] = {}
         self._rotations: dict[tuple[Any, ...], tuple[Any, Any, Rotation]] = {}
+        self._confined: dict[tuple[int, int, int], tuple[mx.array, mx.array]] = {}
+        self._steps_left = MAX_STEPS
+        # Least and most of indices that were computed, and their bounds: arrays, which nothing has evaluated yet.
+        self.extents: list[tuple[mx.array, mx.array, int, int]] = []
 
     def positions(self, slot: int, array: mx.array) -> tuple[int, ...]:
         """Return the integers of the positions in a slot, reading each array once."""
@@ -39,12 +42,24 @@ class StepState:
             known = self._rotations[key] = (offset, freqs, rotation)
         return known[2]
 
-    @staticmethod
-    def check_indices(array: mx.array, size: int) -> None:
-        """Raise IndexError where an input's indices lie outside an axis of this size."""
-        indices = np.array(array, copy=False)
-        if indices.size and not (-size <= indices.min() and indices.max() < size):
-            raise IndexError(
-                f"an input holds an index outside {-size}..{size - 1}: it goes from {int(indices.min())} to"
-                f" {int(indices.max())} (a token id past the vocabulary, or a row past the step's tokens)"
-            )
+    def confined(self, array: mx.array, low: int, high: int) -> mx.array:
+        """Return computed indices, those outside of their bounds moved to the nearest; ``extents`` tells of them."""
+        if high < low:
+            raise IndexError("indices of an axis that has no elements")
+        key = (id(array), low, high)
+        known = self._confined.get(key)
+        if known is None:
+            wide = array.astype(mx.int64)
+            self.extents.append((mx.min(wide), mx.max(wide), low, high))
+            known = self._confined[key] = (array, mx.clip(wide, low, high))
+        return known[1]
+
+    def spend(self, steps: int) -> None:
+        """Count instructions that a chain is about to run.
+
+        Raises:
+            ValueError: they are more than one run may take.
+        """
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise ValueError(f"the program's scans take more than {MAX_STEPS} instructions in one run")

@@ -22,7 +22,9 @@ from executorch_mlx.backends.mlx.program import (
     Vid,
     make_node,
 )
+from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_NAMES
 from executorch_mlx.backends.mlx.program.schema import FIELDS, Field
+from samples.nodes import SAMPLES
 
 INT_LIMITS = {
     "int8": (-(2**7), 2**7 - 1),
@@ -180,43 +182,165 @@ def any_graphs(draw: st.DrawFn, *, with_absent_meta: bool = True) -> Graph:
     )
 
 
+# -- graphs that can run --------------------------------------------------------
+
+# What the fields that are no slots are set to where no sample says it, or says it for another number of operands than
+# the two that each list of slots gets.
+_LITERALS: dict[str, dict[str, Any]] = {
+    "GatherNode": {"axes": [0, 1], "slice_sizes": [1, 1]},
+    "MetalKernelNode": {
+        "name": "kernel",
+        "source": "",
+        "input_names": ["a", "b"],
+        "output_names": ["c", "d"],
+        "output_shape_lengths": [1, 1],
+        "output_dtypes": [6, 6],
+    },
+    "RollNode": {"axes": [0, 1]},
+    "UpdateAndAttendNode": {"layer_id": 0, "scale": 1.0},
+}
+_LENGTHS = {"grid": 3, "threadgroup": 3}
+# Fields that are not given together: each of these nodes comes in several forms.
+_FORMS: dict[str, tuple[dict[str, Any], ...]] = {
+    "DequantizeNode": (
+        {"global_scale": None},
+        {"mode": "nvfp4", "group_size": 16, "bits": 4, "biases": None},
+    ),
+}
+_SLOT_TYPES = frozenset({"Tid", "Vid", "VidOrTid", "IntOrVid", "FloatOrVid", "IntOrVidOrTid"})
+_TENSOR_TYPES = frozenset({"Tid", "VidOrTid", "IntOrVidOrTid"})
+
+
+def whole_nodes(kind: str, read: tuple[Tid, Vid], written: tuple[Tid, Vid], sliced: Tid, chain: int) -> list[Node]:
+    """Return a kind's nodes that make sense of operands of which nothing is known, in all forms that it has.
+
+    Args:
+        kind: the kind.
+        read: the tensor and the value in each field that may name one, two of them in lists.
+        written: likewise for what it writes.
+        sliced: what a scan writes its slices to.
+        chain: what it runs, if it runs any.
+    """
+    sample = next((sample.fields for sample in SAMPLES if sample.kind == kind), {})
+    fields: dict[str, Any] = {}
+    for row in FIELDS[kind]:
+        if row.type in _SLOT_TYPES:
+            tensor, value = written if row.name in WRITTEN_FIELDS else read
+            slot = sliced if row.name == "sliced" else tensor if row.type in _TENSOR_TYPES else value
+            fields[row.name] = [slot] * _LENGTHS.get(row.name, 2) if row.is_vector else slot
+        elif row.name.endswith("chain_idx"):
+            fields[row.name] = chain
+        elif row.name in sample:
+            fields[row.name] = sample[row.name]
+    fields |= _LITERALS.get(kind, {})
+    return [make_node(kind, **fields | form) for form in _FORMS.get(kind, ({},))]
+
+
+def _of_tensors(*names: str) -> tuple[str, ...]:
+    """Return the kinds that have just these fields, of tensors of any dtype."""
+    return tuple(
+        kind
+        for kind in NODE_KINDS
+        if [(row.name, row.type) for row in FIELDS[kind]] == [(name, "Tid") for name in names]
+        and not kind.startswith("Bitwise")
+    )
+
+
+# Kinds that give a tensor of two or more axes, of size 2 all of them, where their first operand is one and the others
+# have such sizes; and the fields that are no slots, or not any.
+_AXES = st.sampled_from((0, 1, -1, -2))
+_CODES = st.sampled_from(sorted(SCALAR_TYPE_NAMES))
+_TWOS = st.just([2, 2])
+_FITTING: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    **{kind: {} for kind in (*_of_tensors("x", "out"), *_of_tensors("a", "b", "out"))},
+    "ArgsortNode": {"axis": _AXES},
+    "AsTypeNode": {"scalar_type": _CODES},
+    "ClipNode": {"a_max": st.none()},
+    "CumsumNode": {"axis": _AXES},
+    "FlipNode": {"axes": st.lists(_AXES, max_size=1)},
+    "FullLikeNode": {"scalar_type": st.none() | _CODES},
+    "FullNode": {"shape": _TWOS, "scalar_type": _CODES},
+    "GeluNode": {"approximate": st.sampled_from(("none", "tanh"))},
+    "NoopNode": {},
+    "RandomBitsNode": {"shape": _TWOS, "width": st.sampled_from((1, 2, 4))},
+    "RepeatNode": {"axis": _AXES, "repeats": st.just(1)},
+    "RollNode": {"axes": _AXES.map(lambda axis: [axis]), "shift": st.integers(-3, 3).map(lambda by: [by])},
+    "RoundNode": {"decimals": st.integers(-2, 2)},
+    "SoftmaxNode": {"axis": _AXES},
+    "SortNode": {"axis": _AXES},
+    "TileNode": {"reps": st.just([1])},
+    "TriNode": {"n": st.just(2), "m": st.just(2), "scalar_type": _CODES},
+    "TrilNode": {"k": st.integers(-3, 3)},
+    "TriuNode": {"k": st.integers(-3, 3)},
+    "WhereNode": {},
+    # values
+    "AddIntNode": {},
+    "FloorDivideIntNode": {"b": st.sampled_from((-2, 1, 3))},
+    "ModIntNode": {"b": st.sampled_from((-2, 1, 3))},
+    "MultiplyIntNode": {},
+    "SubtractIntNode": {},
+    "SymSizeNode": {"dim": _AXES},
+}
+_CONTROL = ("IfNode", "ScanNode")
 # Control flow comes often: it is where a verifier errs.
-_RUN_KINDS = st.one_of(st.sampled_from(NODE_KINDS), st.sampled_from(("IdCopyNode", "IfNode", "ScanNode")))
+_RUN_KINDS = st.one_of(
+    st.sampled_from(sorted(_FITTING)), st.sampled_from(("IdCopyNode", *_CONTROL)), st.sampled_from(NODE_KINDS)
+)
 
 
 class _RunnableGraphs:
-    """Draws one graph whose chains read only what is written before they do."""
+    """Draws one graph whose chains read only what is written before they do, and only what fits.
+
+    Of its temporaries, one takes the slices of scans, which have an axis less than all others, and one takes the
+    results of kinds that are not ``_FITTING``. Those read the last inputs, of which nothing is known.
+    """
 
     def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw
-        sizes = [draw(st.integers(low, high)) for low, high in ((0, 2), (1, 2), (1, 2), (0, 2), (1, 3), (1, 3))]
-        constants, inputs, outputs, buffers, temps, values = sizes
+        limits = ((0, 2), (1, 2), (1, 2), (0, 2), (1, 3), (1, 3))
+        constants, inputs, outputs, buffers, temps, values = [draw(st.integers(low, high)) for low, high in limits]
+        inputs, values = inputs + 1, values + 1
         self._first_output = constants + inputs
-        self._first_temp = self._first_output + outputs + buffers
-        self._writable = [Tid(index) for index in range(constants + inputs, self._first_temp + temps)]
-        self._values = [Vid(index) for index in range(values)]
+        self._unknown = Tid(self._first_output - 1), Vid(values - 1)
+        first_temp = self._first_output + outputs + buffers
+        self._writable = [Tid(index) for index in range(constants, first_temp + temps) if index != self._unknown[0].idx]
+        self._slice, self._other = Tid(first_temp + temps), Tid(first_temp + temps + 1)
+        self._values = [Vid(index) for index in range(values - 1)]
+        meta: list[TensorMeta | None] = [TensorMeta([ShapeDim(2), ShapeDim(2)], 6) for _ in range(first_temp)]
+        for index in (self._unknown[0].idx, *range(self._first_output, self._first_output + outputs)):
+            meta[index] = None
         self.graph = Graph(
             "1",
-            *sizes,
+            constants,
+            inputs,
+            outputs,
+            buffers,
+            temps + 2,
+            values,
             input_map=[SlotVariant(constants + index) for index in range(inputs)],
             output_map=[SlotVariant(self._first_output + index) for index in range(outputs)],
             mutable_buffer_map=[SlotVariant(self._first_output + outputs + index) for index in range(buffers)],
             named_slots=[NamedSlot(f"constant {index}", SlotVariant(index)) for index in range(constants)],
-            tensor_meta=[TensorMeta([ShapeDim(2), ShapeDim(3)], 6) for _ in range(self._first_temp)],
+            tensor_meta=meta,
         )
         buffers_from = self._first_output + outputs
         defined: set[Tid | Vid] = {
-            Tid(index) for index in (*range(self._first_output), *range(buffers_from, buffers_from + buffers))
+            Tid(index) for index in (*range(self._first_output - 1), *range(buffers_from, buffers_from + buffers))
         }
-        if draw(st.booleans()):
-            self.graph.input_map.append(SlotVariant(0, int(SlotType.IntValueSlot)))
-            defined.add(Vid(0))
+        for value in (self._unknown[1], *([Vid(0)] if draw(st.booleans()) else [])):
+            self.graph.input_map.append(SlotVariant(value.idx, int(SlotType.IntValueSlot)))
+            defined.add(value)
         self._chain(defined, depth=0)
         copied = Tid(constants)
         self.graph.instruction_chains[0].instructions += [
             make_node("IdCopyNode", x=copied, out=Tid(slot.idx))
             for slot in self.graph.output_map
             if Tid(slot.idx) not in defined
+        ]
+        # Whatever was written to a buffer, at the end it has its shape again.
+        self.graph.instruction_chains[0].instructions += [
+            make_node("FullNode", out=Tid(entry.idx), shape=[2, 2], v=0.0, scalar_type=6)
+            for entry in self.graph.mutable_buffer_map
         ]
 
     def _chain(self, defined: set[Tid | Vid], depth: int) -> int:
@@ -226,11 +350,11 @@ class _RunnableGraphs:
         self.graph.instruction_chains.append(InstructionChain(instructions))
         for _ in range(self._draw(st.integers(0, 4 - depth))):
             kind = self._draw(_RUN_KINDS)
-            if kind in ("IfNode", "ScanNode"):
+            if kind in _CONTROL:
                 if depth < 2:
                     instructions.append(self._control(kind, defined, depth))
                 continue
-            node = make_node(kind, **{row.name: self._field(row, defined) for row in FIELDS[kind]})
+            node = self._fitting(kind, defined) if kind in _FITTING else self._other_kind(kind)
             defined.update(slot for name, slot in node.slots() if name in WRITTEN_FIELDS)
             instructions.append(node)
         return index
@@ -242,42 +366,56 @@ class _RunnableGraphs:
             indices = [self._chain(branch, depth + 1) for branch in branches]
             defined |= branches[0] & branches[1]
             return make_node("IfNode", cond=cond, then_chain_idx=indices[0], else_chain_idx=indices[1])
-        tids = st.lists(self._readable("Tid", defined), max_size=2)
-        originals = self._draw(tids)
-        carry = self._draw(tids)
-        sliced = [self._draw(st.sampled_from(self._writable)) for _ in originals]
+        tids = self._readable("Tid", defined)
+        originals = self._draw(st.lists(tids, min_size=1, max_size=2))
+        carry = self._draw(st.lists(tids, max_size=2))
+        sliced = [self._slice] * len(originals)
         after = defined | set(sliced)
         body = self._chain(after, depth + 1)
-        written = sorted((slot for slot in after if isinstance(slot, Tid) and slot in self._writable), key=str)
+        written = sorted((slot for slot in after if slot in self._writable), key=str)
         outputs = self._draw(st.lists(st.sampled_from(written), max_size=2)) if written else []
         defined.update(sliced, outputs)
         return make_node(
-            "ScanNode", originals=originals, sliced=sliced, outputs=outputs, carry=carry, body_chain_idx=body
+            "ScanNode",
+            originals=originals,
+            sliced=sliced,
+            outputs=outputs,
+            carry=carry,
+            body_chain_idx=body,
+            scan_axis=self._draw(_AXES),
         )
 
+    def _other_kind(self, kind: str) -> Node:
+        written = self._other, self._draw(st.sampled_from(self._values))
+        return self._draw(st.sampled_from(whole_nodes(kind, self._unknown, written, self._slice, chain=0)))
+
+    def _fitting(self, kind: str, defined: set[Tid | Vid]) -> Node:
+        fields: dict[str, Any] = {}
+        for row in FIELDS[kind]:
+            if row.name in _FITTING[kind]:
+                values = _FITTING[kind][row.name]
+            elif row.name in WRITTEN_FIELDS:
+                values = st.sampled_from(self._values if row.type == "Vid" else self._writable)
+            else:
+                values = self._readable(row.type, defined)
+                if row.type == "Tid" and fields and self._slice in defined:
+                    values |= st.just(self._slice)
+                if not row.required and row.default is None and row.name != "a_min":
+                    values |= st.none()
+            fields[row.name] = self._draw(values)
+        return make_node(kind, **fields)
+
     def _readable(self, type_name: str, defined: set[Tid | Vid]) -> st.SearchStrategy[Any]:
-        tids = st.sampled_from(sorted((slot for slot in defined if isinstance(slot, Tid)), key=str))
-        known = sorted((slot for slot in defined if isinstance(slot, Vid)), key=str)
-        vids = st.sampled_from(known) if known else st.nothing()
+        """Return what a field may be set to: slots of tensors that fit, and of values."""
+        is_special = {self._unknown[0], self._slice, self._other}.__contains__
+        tids = sorted((slot for slot in defined if isinstance(slot, Tid) and not is_special(slot)), key=str)
+        vids = st.sampled_from(sorted((slot for slot in defined if isinstance(slot, Vid)), key=str))
         return {
-            "Tid": tids,
+            "Tid": st.sampled_from(tids),
             "Vid": vids,
-            "VidOrTid": tids | vids,
             "IntOrVid": st.integers(-5, 5) | vids,
             "FloatOrVid": st.floats(width=32, allow_nan=False) | vids,
-            "IntOrVidOrTid": st.integers(-5, 5) | vids | tids,
         }.get(type_name, _BY_TYPE.get(type_name, st.nothing()))
-
-    def _field(self, row: Field, defined: set[Tid | Vid]) -> Any:
-        if row.name in WRITTEN_FIELDS:
-            values: st.SearchStrategy[Any] = st.sampled_from(self._values if row.type == "Vid" else self._writable)
-        else:
-            values = self._readable(row.type, defined)
-        if row.is_vector:
-            values = st.lists(values, max_size=2)
-        if not row.required and row.default is None:
-            values = st.none() | values
-        return self._draw(values)
 
 
 @st.composite

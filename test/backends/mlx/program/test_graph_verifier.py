@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from program_strategies import WRITTEN_FIELDS, runnable_graphs
+from program_strategies import WRITTEN_FIELDS, runnable_graphs, whole_nodes
 
 from executorch_mlx.backends.mlx.program import (
     NODE_KINDS,
@@ -26,14 +26,9 @@ from executorch_mlx.backends.mlx.program import (
     make_node,
     verify_graph,
 )
+from executorch_mlx.backends.mlx.program.flow import MAX_CHAIN_DEPTH, MAX_RANK
 from executorch_mlx.backends.mlx.program.schema import FIELDS
-from executorch_mlx.backends.mlx.program.verify import (
-    MAX_CHAIN_DEPTH,
-    MAX_RANK,
-    MAX_SLOTS,
-    MAX_TENSOR_BYTES,
-    static_shape,
-)
+from executorch_mlx.backends.mlx.program.verify import MAX_SLOTS, MAX_TENSOR_BYTES, static_shape
 
 CONSTANT, SECOND_CONSTANT, INPUT, SECOND_INPUT, OUTPUT, BUFFER = (Tid(index) for index in range(6))
 TEMP, SLICE, STEP_OUTPUT = (Tid(index) for index in range(6, 9))
@@ -55,6 +50,7 @@ def good_graph() -> Graph:
             outputs=[STEP_OUTPUT],
             carry=[BUFFER],
             body_chain_idx=BODY,
+            scan_axis=0,
         ),
         make_node("SliceUpdateNode", dst=BUFFER, update=STEP_OUTPUT, out=BUFFER, axis=0, start=0, stop=LENGTH),
     ]
@@ -70,8 +66,8 @@ def good_graph() -> Graph:
             InstructionChain(main),
             InstructionChain([make_node("IdCopyNode", x=TEMP, out=OUTPUT)]),
             InstructionChain([make_node("NegNode", x=TEMP, out=OUTPUT)]),
-            InstructionChain([make_node("AddNode", a=SLICE, b=BUFFER, out=STEP_OUTPUT)]),
-            InstructionChain([make_node("FullNode", out=BUFFER, shape=[3], v=0.0)]),
+            InstructionChain([make_node("AddmmNode", mat1=SLICE, mat2=BUFFER, out=STEP_OUTPUT)]),
+            InstructionChain([make_node("FullNode", out=BUFFER, shape=[3, 3], v=0.0, scalar_type=6)]),
         ],
         main_chain_idx=MAIN,
         init_chain_idx=INIT,
@@ -83,7 +79,7 @@ def good_graph() -> Graph:
             NamedSlot("bias", SlotVariant(SECOND_CONSTANT.idx)),
             NamedSlot("state", SlotVariant(BUFFER.idx)),
         ],
-        tensor_meta=[TensorMeta([ShapeDim(3)], 6) for _ in range(6)],
+        tensor_meta=[TensorMeta([ShapeDim(3), ShapeDim(3)], 6) for _ in range(6)],
     )
 
 
@@ -296,8 +292,8 @@ REFUSED = [
     ),
     (
         "body that reads its own output",
-        instruction(BODY, 0, a=STEP_OUTPUT),
-        r"chain 3, instruction 0 \(AddNode\): a reads Tid\(idx=8\)",
+        instruction(BODY, 0, mat1=STEP_OUTPUT),
+        r"chain 3, instruction 0 \(AddmmNode\): mat1 reads Tid\(idx=8\)",
     ),
     # Constants
     (
@@ -318,7 +314,7 @@ REFUSED = [
     (
         "constant written in a body",
         instruction(BODY, 0, out=CONSTANT),
-        r"chain 3, instruction 0 \(AddNode\) writes constant 0",
+        r"chain 3, instruction 0 \(AddmmNode\) writes constant 0",
     ),
     ("constant sliced into", instruction(MAIN, 3, sliced=[CONSTANT]), r"\(ScanNode\) writes constant 0"),
     ("constant stacked into", instruction(MAIN, 3, outputs=[CONSTANT]), r"\(ScanNode\) writes constant 0"),
@@ -338,6 +334,11 @@ REFUSED = [
             init_chain_idx=-1,
         ),
         r"output 1 \(slot 0\) is never written",
+    ),
+    (
+        "output of another shape than is declared",
+        meta(4, TensorMeta([ShapeDim(3), ShapeDim(4)], 6)),
+        r"output 0 is declared as float32\[3, 4\], what is written is float32\[3, 3\]",
     ),
     # Chains
     ("no chains", setting(instruction_chains=[], init_chain_idx=-1), r"main chain 0 of 0"),
@@ -400,12 +401,12 @@ ACCEPTED = [
         lambda graph: [meta(index, None)(graph) for index in (2, 3, 4)],
     ),
     ("input dynamic", meta(2, TensorMeta([ShapeDim(-1, 1, 64)], 6))),
-    ("rank as large as may be", meta(0, TensorMeta([ShapeDim(1)] * MAX_RANK, 6))),
-    ("constant of no elements", meta(0, TensorMeta([ShapeDim(0)], 6))),
+    ("rank as large as may be", meta(1, TensorMeta([ShapeDim(1)] * MAX_RANK, 6))),
+    ("constant of no elements", meta(1, TensorMeta([ShapeDim(0)], 6))),
     ("constant of no dimensions", meta(0, TensorMeta([], 6))),
     (
         "constant as large as may be",
-        meta(0, TensorMeta([ShapeDim(2**20), ShapeDim(MAX_TENSOR_BYTES >> 23)], 6)),
+        meta(1, TensorMeta([ShapeDim(2**20), ShapeDim(MAX_TENSOR_BYTES >> 23)], 6)),
     ),
     ("as many values as may be", setting(num_values=MAX_SLOTS)),
     ("as many temporaries as may be", setting(num_temp_tensors=MAX_SLOTS - 6)),
@@ -421,6 +422,7 @@ ACCEPTED = [
         "slot written by the chain that runs first",
         inserting(INIT, 0, make_node("FullNode", out=SLICE, shape=[3], v=1.0)),
     ),
+    ("output of another dtype than is declared", meta(4, TensorMeta([ShapeDim(3), ShapeDim(3)], 5))),
     ("both branches the same chain", instruction(MAIN, 2, else_chain_idx=THEN)),
     ("chain that nothing runs", lambda graph: graph.instruction_chains.append(InstructionChain([run(99)]))),
     ("two names for a constant", appending("named_slots", NamedSlot("tied", SlotVariant(0)))),
@@ -452,12 +454,21 @@ class TestNesting:
         return Graph("1", instruction_chains=[*chains, InstructionChain([noop()])])
 
     def test_chains_nested_as_deep_as_may_be_are_accepted(self) -> None:
-        lists = {name: [] for name in ("originals", "sliced", "outputs", "carry")}
+        slots = {"originals": [Tid(0)], "sliced": [Tid(1)], "outputs": [], "carry": []}
         chains = [
-            InstructionChain([make_node("ScanNode", **lists, body_chain_idx=index + 1)])
+            InstructionChain([make_node("ScanNode", **slots, body_chain_idx=index + 1, scan_axis=0)])
             for index in range(MAX_CHAIN_DEPTH - 1)
         ]
-        verify_graph(Graph("1", instruction_chains=[*chains, InstructionChain([noop()])]))
+        verify_graph(
+            Graph(
+                "1",
+                num_input_tensors=1,
+                num_temp_tensors=1,
+                instruction_chains=[*chains, InstructionChain([noop()])],
+                input_map=[SlotVariant(0)],
+                tensor_meta=[TensorMeta([ShapeDim(1)], 6)],
+            )
+        )
 
     def test_chains_nested_deeper_are_refused(self) -> None:
         with pytest.raises(ProgramError, match=f"chains nest deeper than {MAX_CHAIN_DEPTH}"):
@@ -469,7 +480,7 @@ class TestNesting:
 
     def test_chains_that_run_each_other_exponentially_often_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # The limit is lowered: 2**31 runs are refused after 2**20 of them, which takes seconds.
-        monkeypatch.setattr("executorch_mlx.backends.mlx.program.verify.MAX_VISITS", 5_000)
+        monkeypatch.setattr("executorch_mlx.backends.mlx.program.flow.MAX_VISITS", 5_000)
         with pytest.raises(ProgramError, match="run each other more than 5000 times"):
             verify_graph(self.nested(MAX_CHAIN_DEPTH))
 
@@ -485,38 +496,32 @@ class TestStaticShape:
             static_shape(3, TensorMeta([ShapeDim(2), ShapeDim()]))
 
 
-def read_and_written(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the slots to set in a node's fields: those that it reads and those that it writes."""
-    reads: dict[str, Any] = {}
-    writes: dict[str, Any] = {}
-    for row in FIELDS[kind]:
-        is_written = row.name in WRITTEN_FIELDS
-        if row.type in ("Tid", "IntOrVidOrTid", "VidOrTid"):
-            value: Any = (SLICE if row.name == "sliced" else OUTPUT) if is_written else INPUT
-        elif row.type in ("Vid", "IntOrVid", "FloatOrVid"):
-            value = LENGTH if is_written else FLAG
-        else:
-            continue
-        (writes if is_written else reads)[row.name] = [value, value] if row.is_vector else value
-    return reads, writes
+# Operands of which nothing is known: each rule has to take them.
+UNKNOWN, SOME_VALUE = INPUT, FLAG
 
 
-def graph_around(kind: str, slots: dict[str, Any]) -> Graph:
+def nodes_of(kind: str) -> list[Node]:
+    """Return a kind's nodes with all of the slots that they may name."""
+    return whole_nodes(kind, read=(UNKNOWN, SOME_VALUE), written=(OUTPUT, LENGTH), sliced=SLICE, chain=1)
+
+
+def slots_of(node: Node, *, is_written: bool | None = None) -> dict[str, Any]:
+    """Return a node's fields that name slots, all of them or just those that it writes or reads."""
+    names = {name for name, _ in node.slots() if is_written is None or (name in WRITTEN_FIELDS) == is_written}
+    return {name: getattr(node, name) for name in names}
+
+
+def graph_around(node: Node, **slots: Any) -> Graph:
     """Return a graph like ``good_graph`` whose first instruction is a node with the slots given."""
-    plain = {
-        row.name: [] if row.is_vector else "" if row.type == "string" else 0
-        for row in FIELDS[kind]
-        if row.required and row.name not in slots
-    }
-    chains = {row.name: 1 for row in FIELDS[kind] if row.name.endswith("chain_idx")}
     graph = good_graph()
     output = make_node("IdCopyNode", x=INPUT, out=OUTPUT)
     graph.instruction_chains = [
-        InstructionChain([make_node(kind, **plain, **chains, **slots), output]),
+        InstructionChain([Node(node.kind, {**vars(node), **slots}), output]),
         InstructionChain([output]),
     ]
     graph.init_chain_idx = -1
     graph.output_map = [SlotVariant(OUTPUT.idx)]
+    graph.tensor_meta[UNKNOWN.idx] = graph.tensor_meta[OUTPUT.idx] = None
     return graph
 
 
@@ -534,33 +539,38 @@ def each_replaced(slots: dict[str, Any], make: Callable[[Tid | Vid], Tid | Vid])
 class TestEverySlotOfEveryKind:
     """Each position of an instruction that holds a slot."""
 
+    def test_every_field_that_may_name_a_slot_does(self, kind: str) -> None:
+        named = {name for node in nodes_of(kind) for name in slots_of(node)}
+        assert named == {row.name for row in FIELDS[kind] if row.type.endswith(("Tid", "Vid"))}
+
     def test_slots_in_range_are_accepted(self, kind: str) -> None:
-        reads, writes = read_and_written(kind)
-        verify_graph(graph_around(kind, reads | writes))
+        for node in nodes_of(kind):
+            verify_graph(graph_around(node))
 
     @pytest.mark.parametrize("excess", [0, 2**31])
     def test_a_slot_out_of_range_is_refused(self, kind: str, excess: int) -> None:
-        reads, writes = read_and_written(kind)
-        slots = reads | writes
-        for name, bad, value in each_replaced(
-            slots, lambda slot: type(slot)((9 if isinstance(slot, Tid) else 2) + excess)
-        ):
-            limit = 9 if isinstance(bad, Tid) else 2
-            message = rf"chain 0, instruction 0 \({kind}\) names {re.escape(repr(bad))}, there are {limit}"
-            with pytest.raises(ProgramError, match=message):
-                verify_graph(graph_around(kind, slots | {name: value}))
+        for node in nodes_of(kind):
+            for name, bad, value in each_replaced(
+                slots_of(node), lambda slot: type(slot)((9 if isinstance(slot, Tid) else 2) + excess)
+            ):
+                limit = 9 if isinstance(bad, Tid) else 2
+                message = rf"chain 0, instruction 0 \({kind}\) names {re.escape(repr(bad))}, there are {limit}"
+                with pytest.raises(ProgramError, match=message):
+                    verify_graph(graph_around(node, **{name: value}))
 
     def test_a_slot_read_before_it_is_written_is_refused(self, kind: str) -> None:
-        reads, writes = read_and_written(kind)
-        for name, bad, value in each_replaced(reads, lambda slot: TEMP if isinstance(slot, Tid) else LENGTH):
-            message = rf"instruction 0 \({kind}\): {name} reads {re.escape(repr(bad))}, which nothing"
-            with pytest.raises(ProgramError, match=message):
-                verify_graph(graph_around(kind, reads | writes | {name: value}))
+        for node in nodes_of(kind):
+            reads = slots_of(node, is_written=False)
+            for name, bad, value in each_replaced(reads, lambda slot: TEMP if isinstance(slot, Tid) else LENGTH):
+                message = rf"instruction 0 \({kind}\): {name} reads {re.escape(repr(bad))}, which nothing"
+                with pytest.raises(ProgramError, match=message):
+                    verify_graph(graph_around(node, **{name: value}))
 
     def test_a_constant_written_is_refused(self, kind: str) -> None:
-        reads, writes = read_and_written(kind)
-        tensors = {name: value for name, value in writes.items() if value != LENGTH}
-        for name, bad, value in each_replaced(tensors, lambda slot: SECOND_CONSTANT):
-            assert bad == SECOND_CONSTANT
-            with pytest.raises(ProgramError, match=rf"instruction 0 \({kind}\) writes constant 1"):
-                verify_graph(graph_around(kind, reads | writes | {name: value}))
+        for node in nodes_of(kind):
+            writes = slots_of(node, is_written=True)
+            tensors = {name: value for name, value in writes.items() if value != LENGTH}
+            for name, bad, value in each_replaced(tensors, lambda slot: SECOND_CONSTANT):
+                assert bad == SECOND_CONSTANT
+                with pytest.raises(ProgramError, match=rf"instruction 0 \({kind}\) writes constant 1"):
+                    verify_graph(graph_around(node, **{name: value}))

@@ -134,7 +134,11 @@ def _sometimes(graph: Graph, node: Node, in_branch: bool) -> Node:
     graph.instruction_chains += [InstructionChain([node]), InstructionChain([])]
     if in_branch:
         return make_node("IfNode", cond=1, then_chain_idx=inner, else_chain_idx=inner + 1)
-    return make_node("ScanNode", originals=[], sliced=[], outputs=[], carry=[], body_chain_idx=inner)
+    original, sliced = Tid(graph.num_constant_tensors), Tid(graph.num_tensors)
+    graph.num_temp_tensors += 1
+    return make_node(
+        "ScanNode", originals=[original], sliced=[sliced], outputs=[], carry=[], body_chain_idx=inner, scan_axis=0
+    )
 
 
 def _change_slot(node: Node, name: str, idx: int) -> None:

@@ -17,7 +17,8 @@ from executorch_mlx.backends.mlx.program import (
     make_node,
 )
 from executorch_mlx.backends.mlx.runtime.compile import CompiledProgram
-from oracles.hand_built import hand_built
+from executorch_mlx.backends.mlx.runtime.device import dtype_name
+from oracles.hand_built import described, hand_built
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -43,7 +44,8 @@ def run(nodes: list[Node], inputs: list[Any], outputs: list[int], constants: Seq
         is_array = isinstance(value, mx.array)
         before = sum(isinstance(slot, Tid) == is_array for slot in slots)
         slots.append(Tid(len(constants) + before) if is_array else Vid(before))
-    graph = hand_built([nodes], slots, [Tid(index) for index in outputs], len(constants))
+    meta = [described(array.shape, dtype_name(array.dtype)) for array in constants]
+    graph = hand_built([nodes], slots, [Tid(index) for index in outputs], meta)
     results: list[mx.array] = CompiledProgram(graph, dict(enumerate(constants)))(inputs)
     mx.eval(results)
     return results
