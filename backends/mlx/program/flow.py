@@ -70,15 +70,14 @@ class Flow:
             scope.own[Tid(index)] = known
         if graph.init_chain_idx >= 0:
             self._may_write_constants = True
-            self._chain(graph.init_chain_idx, scope, ())
+            _check_steps(self._chain(graph.init_chain_idx, scope, ()))
             self._may_write_constants = False
             self._check_buffers(scope, "the init chain")
         for entry in graph.input_map:
             scope.own[entry.slot] = (
                 _described(graph.tensor_meta[entry.idx], f"t{entry.idx}") if isinstance(entry.slot, Tid) else ANY
             )
-        steps = self._chain(graph.main_chain_idx, scope, ())
-        require(steps <= MAX_STEPS, f"a run takes {steps} instructions, at most {MAX_STEPS} are run")
+        _check_steps(self._chain(graph.main_chain_idx, scope, ()))
         self._check_buffers(scope, "a run")
         for position, entry in enumerate(graph.output_map):
             written = scope.find(entry.slot)
@@ -248,6 +247,10 @@ class _Scope:
         known = self.find(slot)
         assert known is not None, "what instructions read has been written"
         return known
+
+
+def _check_steps(steps: float) -> None:
+    require(steps <= MAX_STEPS, f"a run takes {steps} instructions, at most {MAX_STEPS} are run")
 
 
 def is_bounded(known: Type, max_bytes: float) -> bool:

@@ -80,10 +80,11 @@ class CompiledProgram:
             meta = graph.tensor_meta[index]
             assert meta is not None, "the verifier has checked that buffers are described"
             self._initial[index] = mx.zeros(static_shape(index, meta), DTYPES[meta.scalar_type])
-        self._initial[-1] = StepState(None)
+        state = self._initial[-1] = StepState(None)
         if graph.init_chain_idx >= 0:
             for step in at.chain(graph.init_chain_idx):
                 step(self._initial)
+            _check_extents(state.extents)
         self._written: dict[int, mx.array] = {}
         self._extents: list[tuple[mx.array, mx.array, int, int]] = []
         folded = _folded_nodes(graph, nodes, every)
@@ -131,15 +132,18 @@ class CompiledProgram:
 
     def check(self) -> None:
         """Raise IndexError where the last run has computed an index that lies outside of what it indexes."""
-        for least, most, low, high in self._extents:
-            extent: Any = least.item(), most.item()
-            check_extent(*extent, low, high)
+        _check_extents(self._extents)
 
     def commit(self) -> None:
         """Keep what the last run has written into the mutable buffers."""
         for index, array in self._written.items():
             self._initial[index] = array
         self._written = {}
+
+
+def _check_extents(extents: list[tuple[Any, Any, int, int]]) -> None:
+    for least, most, low, high in extents:
+        check_extent(least.item(), most.item(), low, high)
 
 
 def check_supported(graph: Graph, *, allow_kernels: bool) -> None:
