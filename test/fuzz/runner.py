@@ -31,7 +31,7 @@ import numpy as np
 from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_NAMES
 
 # What one tensor may take, as the verifier is told, and all there is.
-_TENSOR_BYTES = 256 << 20
+_TENSOR_BYTES = 32 << 20
 _LIMIT_BYTES = 8 << 30
 _HASHED_BYTES = 1 << 20
 _MARK_BYTES = 64

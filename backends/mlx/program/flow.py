@@ -28,8 +28,8 @@ class Facts:
 
     Attributes:
         results: what each instruction writes, by the instruction's id: types in the order of its slots.
-        open: ids of the instructions whose operands' shapes are not known, or whose results may need more memory than
-            there is: their rule is to be asked again when they run.
+        open: ids of the instructions whose rule is to be asked again when they run: too little is known of their
+            operands, or their results may need more memory than there is.
     """
 
     results: dict[int, list[Type]] = field(default_factory=dict)

@@ -21,7 +21,8 @@ class Call:
 
     Attributes:
         node: the instruction.
-        is_open: whether a rule has asked for a tensor of which not even the rank is known.
+        is_open: whether the rule is to be asked again in each run: it has asked for a tensor of which not even the rank
+            is known, or MLX itself does not compare what it could not.
     """
 
     def __init__(self, node: Node, types: Callable[[Tid | Vid], Type]) -> None:

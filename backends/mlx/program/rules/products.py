@@ -145,6 +145,8 @@ def _packed(call: Call, least: int) -> tuple[Shape | None, str | None]:
     for name, x in (("scales", scales), ("biases", biases)):
         if x.shape is None:
             continue
+        # MLX takes their word for it.
+        call.is_open |= not all(size.is_exact for size in (*w.shape, *x.shape))
         fits = len(x.shape) == len(w.shape) and all(a.meets(b) for a, b in zip(x.shape[:-1], w.shape[:-1], strict=True))
         require(
             fits and (x.shape[-1] * exactly(call.node.group_size)).meets(columns),
