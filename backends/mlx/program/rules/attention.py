@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from ..schema import Tid
-from ..types import FLOATS, INTEGERS, TensorType, broadcast, exactly, promoted, shown
-from .base import Call, Result, Rule, require, require_same
+from ..types import FLOATS, INTEGERS, TensorType, exactly, promoted
+from .base import Call, Result, Rule, require, require_broadcast, require_same
 
 
 def _norm(*fields: str) -> Rule:
@@ -63,11 +63,7 @@ def _sdpa(call: Call) -> Result:
         require(heads.low % kv_heads.low == 0, f"{heads} heads of q share {kv_heads} of k and v")
     if mask.shape is not None:
         require(mask.shape != (), "mask has no axes")
-        scores = (batch, heads, q.shape[2], k.shape[2])
-        whole = broadcast(mask.shape, scores)
-        assert whole is not None, "both are known"
-        fits = len(whole) == 4 and all(a.meets(b) for a, b in zip(whole, scores, strict=True))
-        require(fits, f"mask has shape {shown(mask.shape)}, the scores have {shown(scores)}")
+        require_broadcast("mask", mask.shape, "what it masks", (batch, heads, q.shape[2], k.shape[2]))
     return TensorType((batch, heads, q.shape[2], v.shape[3]), dtype)
 
 

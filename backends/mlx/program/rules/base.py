@@ -141,6 +141,15 @@ def require_same(a: Range, b: Range, what: str) -> Range:
     return both if both.name or not b.name else Range(both.low, both.high, b.name)
 
 
+def require_broadcast(what: str, shape: Shape | None, target: str, to: Shape | None) -> None:
+    """Refuse what cannot be broadcast to a shape."""
+    whole = broadcast(shape, to)
+    if whole is None or to is None:
+        return
+    fits = len(whole) == len(to) and all(map(Range.meets, whole, to))
+    require(fits, f"{what} has shape {shown(shape)}, {target} has {shown(to)}")
+
+
 # -- makers of rules ------------------------------------------------------------
 
 DtypeRule = Callable[[str | None], str | None]

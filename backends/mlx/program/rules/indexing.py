@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from ..schema import Tid
 from ..types import INTEGERS, ONE, Range, Shape, TensorType, broadcast, exactly, product, shown
-from .base import Call, Result, Rule, require
-
-# Indices that the kernels put beside places of 32 bits with a sign: with uint64 that would make floats.
-_PLACES = INTEGERS - {"uint64"}
+from .base import Call, Result, Rule, require, require_broadcast
 
 
 def _gather(call: Call) -> Result:
-    x, indices = call.tensor("x"), call.tensors("indices", _PLACES)
+    x, indices = call.tensor("x"), call.tensors("indices", INTEGERS)
     sizes = call.numbers("slice_sizes", 0)
     axes = call.axes(x.shape)
     require(len(axes) == len(indices), f"{len(indices)} indices for {len(axes)} axes")
@@ -32,22 +29,13 @@ def _index_copy(call: Call) -> Result:
         require(dst.shape != (), "dst has no axes")
         require(product(dst.shape).high > 0, f"dst has shape {shown(dst.shape)}, without elements")
         count = Range(0, float("inf")) if indices.shape is None else indices.shape[0]
-        _check_update(update.shape, (*dst.shape[:axis], count, *dst.shape[axis + 1 :]))
+        part = (*dst.shape[:axis], count, *dst.shape[axis + 1 :])
+        require_broadcast("update", update.shape, "what it is written to", part)
     return dst
 
 
-def _check_update(update: Shape | None, part: Shape) -> None:
-    """An update is broadcast to the part that it is written to."""
-    if update is None:
-        return
-    whole = broadcast(update, part)
-    assert whole is not None, "both are known"
-    fits = len(whole) == len(part) and all(a.meets(b) for a, b in zip(whole, part, strict=True))
-    require(fits, f"update has shape {shown(update)}, what it is written to has {shown(part)}")
-
-
 def _scatter_add(call: Call) -> Result:
-    x, indices, updates = call.tensor("x"), call.tensor("indices", _PLACES), call.tensor("updates")
+    x, indices, updates = call.tensor("x"), call.tensor("indices", INTEGERS), call.tensor("updates")
     axis = call.axis(x.shape)
     if x.shape is None:
         return x
@@ -100,8 +88,7 @@ def _slice(call: Call) -> Result:
 def _slice_update(call: Call) -> Result:
     dst, update = call.tensor("dst"), call.tensor("update")
     part = _sliced(call, dst.shape)
-    if part is not None:
-        _check_update(update.shape, part)
+    require_broadcast("update", update.shape, "what it is written to", part)
     return dst
 
 

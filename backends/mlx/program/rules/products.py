@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from ..types import FLOATS, INTEGERS, SIZE, Range, Shape, TensorType, broadcast, exactly, promoted, shown
-from .base import Call, Result, Rule, require, require_same
+from .base import Call, Result, Rule, require, require_broadcast, require_same
 
 # What convolutions and quantized products are computed in.
 COMPUTED = FLOATS - {"float64"}
@@ -36,10 +36,7 @@ def _addmm(call: Call) -> Result:
     _check_floats(dtype)
     shape = _matmul_shape(mat1.shape, mat2.shape)
     for x in bias:
-        whole = broadcast(shape, x.shape)
-        if shape is not None and whole is not None:
-            fits = len(whole) == len(shape) and all(a.meets(b) for a, b in zip(whole, shape, strict=True))
-            require(fits, f"bias has shape {shown(x.shape)}, the product has {shown(shape)}")
+        require_broadcast("bias", x.shape, "the product", shape)
     return TensorType(shape, dtype)
 
 
@@ -98,7 +95,6 @@ def _convolved_size(size: Range, kernel: Range, stride: Range, padding: Range, d
 def _transposed_size(size: Range, kernel: Range, stride: Range, padding: Range, dilation: Range, more: Range) -> Range:
     one = exactly(1)
     reach = dilation * (kernel - one)
-    # MLX cuts more than the kernel reaches off the operand, before its strides.
     result = (size - one) * stride - padding - padding + reach + more + one
     require(result.high > 0, f"an axis of {size}, of which padding {padding} leaves nothing")
     return Range(max(result.low, 0), result.high)
