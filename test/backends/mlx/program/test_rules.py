@@ -291,7 +291,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "AddmmNode",
         {"mat1": "float32[2, 3]", "mat2": "float32[3, 2]", "bias": "float32[3]"},
-        "sizes 2 and 3 do not go together",
+        "sizes 3 and 2 do not go together",
     ),
     (
         "AddmmNode",
