@@ -27,7 +27,7 @@ from oracles.hand_built import assembled, described
 from oracles.mutations import Described, Mutation, mutations, with_literals
 from oracles.sample_graphs import inferred, sample_graph
 from oracles.written_calls import described_as
-from samples.nodes import SAMPLES, SIZES, WITHOUT_SAMPLE, Sample
+from samples.nodes import EVERY, SAMPLES, SIZES, WITHOUT_DTYPE, WITHOUT_SAMPLE, Sample
 
 # No mutation is run that takes more.
 MAX_BYTES = 1 << 26
@@ -56,6 +56,30 @@ def test_every_kind_of_the_format_has_a_rule_a_kernel_and_a_sample_and_no_other_
     assert missing == {table: [] for table in tables}
     assert foreign == {table: [] for table in tables}
     assert not WITHOUT_SAMPLE.keys() & {sample.kind for sample in SAMPLES}
+
+
+def test_every_dtype_that_a_kind_takes_has_a_sample_where_torch_has_it() -> None:
+    sampled, taken = defaultdict(set), defaultdict(set)
+    for sample in SAMPLES:
+        sampled[sample.kind] |= set(sample.dtypes)
+    for sample in SAMPLES:
+        for dtype in set(EVERY) - sampled[sample.kind]:
+            try:
+                operands = operands_of(sample, dtype, 3)
+            except (RuntimeError, TypeError, ValueError):  # numbers that the dtype does not have
+                continue
+            graph = sample_graph(sample, [described(operand.shape, operand.dtype) for operand in operands])
+            if str(dtype).removeprefix("torch.") in {operand.dtype for operand in operands} and accepted(graph):
+                taken[sample.kind].add(dtype)
+    assert taken == {kind: set(dtypes) for kind, dtypes in WITHOUT_DTYPE.items()}
+
+
+def accepted(graph: Graph) -> bool:
+    try:
+        verify_graph(graph)
+    except ProgramError:
+        return False
+    return True
 
 
 def mlx_dtype(name: str) -> mx.Dtype:
