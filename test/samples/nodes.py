@@ -34,8 +34,8 @@ FLOATS = (F32, F16, BF16)
 INTS = (I32, I64)
 NUMBERS = (*FLOATS, *INTS)
 EVERY = (*NUMBERS, BOOL)
-# What a kind takes and torch does not, or not in a sample's terms: what docs/differences.md lists of bools and integers,
-# and for control flow what its chains' own instructions do not take.
+# What a kind takes and torch does not, or not in a sample's terms: docs/differences.md lists it; for control flow it is
+# what the instructions in its chains do not take.
 WITHOUT_DTYPE = {
     **dict.fromkeys(("AbsNode", "CeilNode", "ClipNode", "FloorDivideNode", "FloorNode", "PowerNode"), (BOOL,)),
     **dict.fromkeys(("RemainderNode", "RoundNode", "SquareNode", "SubtractNode", "TruncNode"), (BOOL,)),
