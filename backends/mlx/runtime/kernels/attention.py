@@ -67,6 +67,8 @@ def _sdpa(node: Node, at: At) -> Step:
 
     def attended(env: Env, mask: mx.array | str | None) -> mx.array:
         operands = env[q], env[k], env[v]
+        if 0 in env[k].shape[1:2]:  # MLX divides by it
+            raise ValueError(f"SdpaNode: keys of shape {list(env[k].shape)}, without heads")
         dtype = mx.result_type(*operands)
         if is_on_cpu and dtype in HALVES:
             # MLX's fallback multiplies halves in halves: scores overflow, and it takes several times as long.

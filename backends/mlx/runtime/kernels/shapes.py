@@ -183,7 +183,8 @@ def _tri(node: Node, at: At) -> Step:
 
     def step(env: Env) -> None:
         n, m = int(rows(env)), int(columns(env))
-        env[out] = mx.tri(n, m, _diagonal(k, n, m), dtype)
+        # MLX makes a row of places and a column of them, whether or not there is anything between.
+        env[out] = mx.tri(n, m, _diagonal(k, n, m), dtype) if n * m else mx.zeros((n, m), dtype)
 
     return step
 
