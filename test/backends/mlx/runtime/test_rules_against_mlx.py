@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from executorch_mlx.backends.mlx.program import Facts, Graph, ProgramError, Tid, Vid, make_node, verify_graph
-from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_CODES
+from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_CODES, SCALAR_TYPE_NAMES
 from executorch_mlx.backends.mlx.program.rules import RULES
 from executorch_mlx.backends.mlx.program.schema import FIELDS, NODE_KINDS
 from executorch_mlx.backends.mlx.program.types import TensorType, Type
@@ -23,10 +23,10 @@ from executorch_mlx.backends.mlx.runtime import guard
 from executorch_mlx.backends.mlx.runtime.compile import CompiledProgram
 from executorch_mlx.backends.mlx.runtime.device import dtype_name
 from executorch_mlx.backends.mlx.runtime.kernels import KERNELS
-from oracles.hand_built import assembled, described
+from oracles.hand_built import assembled, described, slot_variant
 from oracles.mutations import Described, Mutation, mutations, with_literals
 from oracles.sample_graphs import inferred, sample_graph
-from oracles.written_calls import described_as
+from oracles.written_calls import described_as, written_graph
 from samples.nodes import EVERY, SAMPLES, SIZES, WITHOUT_DTYPE, WITHOUT_SAMPLE, Sample
 
 # No mutation is run that takes more.
@@ -337,3 +337,102 @@ class TestGuard:
         assert compiled([mx.zeros(4, mx.int8), 0])[0].shape == (4,)
         with pytest.raises(ValueError, match="FullNode: its result"):
             compiled([mx.zeros(4, mx.int8), 2**30])
+
+
+# What only a run shows, since sizes or numbers are the caller's: an instruction, its operands as they are described,
+# the shapes that they have, numbers for its values, and what is said. MLX would crash, hang, or read elsewhere.
+SHOWN_BY_A_RUN: list[tuple[str, dict[str, Any], list[tuple[int, ...]], list[int], str]] = [
+    (
+        "SdpaNode",
+        {"q": "float32[1, 2, 3, 4]", "k": "float32[1, 0..2, 3, 4]", "v": "float32[1, 0..2, 3, 4]", "scale": 1.0},
+        [(1, 2, 3, 4), (1, 0, 3, 4), (1, 0, 3, 4)],
+        [],
+        "without heads",
+    ),
+    (
+        "Conv1DNode",
+        {"x": "float32[1, 5, 2]", "w": "float32[3, 0..2, 2]"},
+        [(1, 5, 2), (3, 0, 2)],
+        [],
+        "without elements",
+    ),
+    (
+        "ConvTranspose1DNode",
+        {"x": "float32[1, 0..5, 2]", "w": "float32[3, 2, 2]"},
+        [(1, 0, 2), (3, 2, 2)],
+        [],
+        "places",
+    ),
+    (
+        "QuantizedMatmulNode",
+        {
+            "x": "float32[0..2, 64]",
+            "w": "uint32[3, 8]",
+            "scales": "float32[3, 1]",
+            "biases": "float32[3, 1]",
+            "group_size": 64,
+            "bits": 4,
+            "mode": "affine",
+        },
+        [(0, 64), (3, 8), (3, 1), (3, 1)],
+        [],
+        "divides by its rows",
+    ),
+    (
+        "QuantizedMatmulNode",
+        {
+            "x": "float32[2, 64]",
+            "w": "uint32[3, 8]",
+            "scales": "float32[0..3, 1]",
+            "biases": "float32[0..3, 1]",
+            "group_size": 64,
+            "bits": 4,
+            "mode": "affine",
+        },
+        [(2, 64), (3, 8), (1, 1), (1, 1)],
+        [],
+        "scales has shape",
+    ),
+    (
+        "GatherNode",
+        {"x": "float32[0..4]", "indices": ["int32[1]"], "axes": [0], "slice_sizes": [3]},
+        [(2,), (1,)],
+        [],
+        "slices of",
+    ),
+    (
+        "ScatterAddNode",
+        {"x": "float32[2, 0..4]", "indices": "int32[2, 4]", "updates": "float32[2, 4]"},
+        [(2, 1), (2, 4), (2, 4)],
+        [],
+        "ScatterAddNode: indices of shape",
+    ),
+    ("SplitNode", {"x": "float32[0..6]", "sizes": [1, 2]}, [(6,)], [], "SplitNode: sizes"),
+    ("SliceNode", {"x": "float32[2]", "axis": N, "start": 0, "stop": 1}, [(2,)], [1], "SliceNode: axis 1"),
+    ("TakeNode", {"x": "float32[2]", "index": N}, [(2,)], [2], "index 2 of an axis of 2"),
+    ("FullNode", {"shape": [2], "v": N, "scalar_type": 0}, [], [256], "filled with 256"),
+]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=f"{row[0]} {i}") for i, row in enumerate(SHOWN_BY_A_RUN)])
+def test_what_only_a_run_shows_is_an_error_of_that_run(
+    row: tuple[str, dict[str, Any], list[tuple[int, ...]], list[int], str],
+) -> None:
+    kind, fields, shapes, numbers, message = row
+    graph = written_graph(kind, 2, **fields)
+    (node,) = graph.instruction_chains[0].instructions
+    graph.output_map = [slot_variant(slot) for name, slot in node.slots() if node.writes(name)]
+    dtypes = [SCALAR_TYPE_NAMES[meta.scalar_type] for meta in graph.tensor_meta if meta is not None]
+    arrays = [mx.zeros(shape, mlx_dtype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    with pytest.raises((ValueError, IndexError), match=message):
+        mx.eval(CompiledProgram(graph, {})([*arrays, *numbers]))
+
+
+def test_a_triangle_without_elements_takes_no_memory() -> None:
+    graph = written_graph("TriNode", n=0, m=2**30, scalar_type=0)
+    graph.output_map = [slot_variant(Tid(0))]
+    before = mx.get_peak_memory()
+    (result,) = CompiledProgram(graph, {})([])
+    mx.eval(result)
+    assert result.shape == (0, 2**30)
+    assert mx.get_peak_memory() - before < 2**20
