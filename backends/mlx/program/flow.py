@@ -109,7 +109,7 @@ class Flow:
                 results = RULES[node.kind](call)
             except ValueError as error:
                 raise ProgramError(f"{where}: {error}") from error
-            if call.is_open:
+            if call.is_open or call.scratch.high > self._max_bytes:
                 self._facts.open.add(id(node))
             types = [] if results is None else list(results) if isinstance(results, Sequence) else [results]
             steps += 1
@@ -120,7 +120,7 @@ class Flow:
                 steps += taken
             for slot, known in zip(written, types, strict=True):
                 scope.own[slot] = known
-            self._note(node, types, where)
+            self._note(call, types, where)
         return steps
 
     def _check_slots(self, node: Node, scope: _Scope, where: str) -> list[Tid | Vid]:
@@ -145,10 +145,12 @@ class Flow:
         self._visits += 1
         require(self._visits <= MAX_VISITS, f"instruction chains run each other more than {MAX_VISITS} times")
 
-    def _note(self, node: Node, types: list[Type], where: str) -> None:
+    def _note(self, call: Call, types: list[Type], where: str) -> None:
+        node = call.node
         try:
             if not all(is_bounded(known, self._max_bytes) for known in types):
                 self._facts.open.add(id(node))
+            check_scratch(call, self._max_bytes)
         except ValueError as error:
             raise ProgramError(f"{where}: {error}") from error
         before = self._facts.results.get(id(node))
@@ -270,6 +272,12 @@ def is_bounded(known: Type, max_bytes: float) -> bool:
     if known.shape is not None and any(size.low > MAX_SIZE for size in known.shape):
         raise ValueError(f"its result {known} has an axis of more than {MAX_SIZE} elements")
     return taken.high <= max_bytes and longest <= MAX_SIZE
+
+
+def check_scratch(call: Call, max_bytes: float) -> None:
+    """Raise ValueError for an instruction that always takes more memory than this besides its results."""
+    if call.scratch.low > max_bytes:
+        raise ValueError(f"it takes {call.scratch.low} bytes or more besides its result, there are {max_bytes}")
 
 
 def may_be(known: Type, wanted: TensorType) -> bool:

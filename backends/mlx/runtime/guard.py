@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..program import Node, Tid, Vid
-from ..program.flow import is_bounded
+from ..program.flow import check_scratch, is_bounded
 from ..program.rules import RULES, Call
 from ..program.types import Range, TensorType, Type, exactly
 from .device import MEMORY_BYTES, dtype_name, mx
@@ -19,8 +19,10 @@ def guarded(step: Step, node: Node, at: At) -> Step:
         def known(slot: Tid | Vid) -> Type:
             return _type(env[at(slot)])
 
+        call = Call(node, known)
         try:
-            results = rule(Call(node, known))
+            results = rule(call)
+            check_scratch(call, MEMORY_BYTES)
             for result in results if isinstance(results, (list, tuple)) else [results]:
                 if isinstance(result, (TensorType, Range)):
                     is_bounded(result, MEMORY_BYTES)

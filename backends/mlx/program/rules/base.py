@@ -23,11 +23,13 @@ class Call:
         node: the instruction.
         is_open: whether the rule is to be asked again in each run: it has asked for a tensor of which not even the rank
             is known, or MLX itself does not compare what it could not.
+        scratch: bytes that the instruction takes besides its results.
     """
 
     def __init__(self, node: Node, types: Callable[[Tid | Vid], Type]) -> None:
         self.node = node
         self.is_open = False
+        self.scratch = exactly(0)
         self._types = types
 
     # -- operands -------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
-from ..types import FLOATS, INTEGERS, SIZE, Range, Shape, TensorType, broadcast, exactly, promoted, shown
+from ..types import FLOATS, INTEGERS, SIZE, Range, Shape, TensorType, broadcast, exactly, product, promoted, shown
 from .base import Call, Result, Rule, require, require_broadcast, require_same
 
 # What convolutions and quantized products are computed in.
@@ -76,11 +76,19 @@ def _convolution(letters: str, *, is_transposed: bool = False) -> Rule:
         is_empty = is_transposed and any(size.high == 0 for size in x.shape[1:-1])
         require(not is_empty, f"x has shape {shown(x.shape)}, without places")
         require_same(x.shape[-1], w.shape[-1] * exactly(groups), "channels of x, and of w times groups")
+        padded = [
+            size * stride + dilation * kernel + more if is_transposed else size + padding + padding
+            for size, kernel, (stride, padding, dilation, more) in zip(x.shape[1:-1], w.shape[1:-1], ways, strict=True)
+        ]
         sizes = [
             _transposed_size(size, kernel, *way) if is_transposed else _convolved_size(size, kernel, *way)
             for size, kernel, way in zip(x.shape[1:-1], w.shape[1:-1], ways, strict=True)
         ]
-        return TensorType((x.shape[0], *sizes, w.shape[0]), dtype)
+        # MLX unfolds its padded operand: a row for each place of the result, of what the kernel covers there.
+        places, channels = (x.shape[0], *sizes), w.shape[-1] * exactly(groups)
+        unfolded = product((*places, *w.shape[1:-1], channels))
+        call.scratch = TensorType((unfolded + product((x.shape[0], *padded, channels)),), dtype).bytes
+        return TensorType((*places, w.shape[0]), dtype)
 
     return rule
 

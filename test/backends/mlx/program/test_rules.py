@@ -824,6 +824,24 @@ def test_a_result_that_fits_whatever_its_size_is_not() -> None:
     assert not verify_graph(written_graph("AddIntNode", a=N, b=2**62), MEGABYTE).open
 
 
+# Convolutions of a small result for which the operand is padded, spread or unfolded.
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("Conv1DNode", {"x": "float32[1, 9, 1]", "w": "float32[1, 3, 1]", "padding": 2**20, "stride": 2**20}),
+        ("Conv1DNode", {"x": "float32[1, 2000, 1]", "w": "float32[1, 1000, 1]"}),
+        ("Conv3DNode", {"x": "float32[1, 20, 20, 20, 4]", "w": "float32[1, 5, 5, 5, 4]", "padding_d": 5}),
+        ("ConvTranspose1DNode", {"x": "float32[1, 2, 1]", "w": "float32[1, 1, 1]", "stride": 2**20, "padding": 2**19}),
+        ("ConvTranspose1DNode", {"x": "float32[1, 9, 1]", "w": "float32[1, 2000, 1]"}),
+    ],
+)
+def test_what_an_instruction_takes_besides_its_result_is_limited_too(kind: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ProgramError, match=rf"it takes \d+ bytes or more besides its result, there are {MEGABYTE}"):
+        verify_graph(written_graph(kind, **fields), MEGABYTE)
+    graph = written_graph(kind, **fields | {"x": fields["x"].replace("[1, ", "[0..1, ", 1)})
+    assert verify_graph(graph, MEGABYTE).open == {id(graph.instruction_chains[0].instructions[0])}
+
+
 def test_an_axis_longer_than_mlx_counts_is_refused() -> None:
     with pytest.raises(ProgramError, match="has an axis of more than 2147483647 elements"):
         verify_graph(written_graph("FullNode", shape=[2**31, 0], v=0.0, scalar_type=INT8))
