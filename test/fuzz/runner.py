@@ -33,6 +33,8 @@ from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_NAMES
 # What one tensor may take, as the verifier is told, and all there is.
 _TENSOR_BYTES = 32 << 20
 _LIMIT_BYTES = 8 << 30
+# How many instructions one run may take; one by one they are slower than in a run.
+_STEPS = 1 << 16
 _HASHED_BYTES = 1 << 20
 _MARK_BYTES = 64
 # glibc then looks, with each free, whether something has written past the end.
@@ -367,10 +369,11 @@ class _Runs:
     """Runs cases in this process."""
 
     def __init__(self, marks_path: str) -> None:
-        from executorch_mlx.backends.mlx.program import ProgramError
+        from executorch_mlx.backends.mlx.program import ProgramError, flow
         from executorch_mlx.backends.mlx.runtime import device
 
         device.MEMORY_BYTES = _TENSOR_BYTES
+        flow.MAX_STEPS = _STEPS
         from executorch_mlx.backends.mlx.runtime import delegate
 
         mx = device.mx

@@ -19,7 +19,7 @@ MAX_SIZE = 2**31 - 1
 MAX_CHAIN_DEPTH = 32
 MAX_VISITS = 1 << 20
 # Instructions of one run, those of scans counted as often as they run.
-MAX_STEPS = 1 << 22
+MAX_STEPS = 1 << 20
 
 
 @dataclass

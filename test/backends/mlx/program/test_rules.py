@@ -901,7 +901,7 @@ class TestSteps:
 
     def test_scans_of_scans_that_run_on_and_on_are_refused(self) -> None:
         verify_graph(self.scans("1000", 2))
-        with pytest.raises(ProgramError, match=r"a run takes \d+ instructions, at most 4194304 are run"):
+        with pytest.raises(ProgramError, match=r"a run takes \d+ instructions, at most 1048576 are run"):
             verify_graph(self.scans("1000", 3))
 
     def test_a_length_that_is_not_known_counts_as_the_least_that_it_may_be(self) -> None:
