@@ -67,7 +67,8 @@ class Range:
     def __mod__(self, other: Range) -> Range:
         if self.is_exact and other.is_exact and other.low:
             return exactly(self.low % other.low)
-        return Range(0, other.high - 1) if other.low >= 1 else ANY
+        # Not high - 1: a value may be a float.
+        return Range(0, other.high) if other.low >= 1 else ANY
 
     def __str__(self) -> str:
         if self.is_exact:

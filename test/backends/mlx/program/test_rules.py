@@ -570,7 +570,7 @@ INFERRED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("ItemIntNode", {"x": "?"}, [".."]),
     ("ItemIntNode", {"x": "int8[0..4]"}, [".."]),
     ("FloorDivideIntNode", {"a": 7, "b": N}, [".."]),
-    ("ModIntNode", {"a": N, "b": 4}, ["0..3"]),
+    ("ModIntNode", {"a": N, "b": 4}, ["0..4"]),
     ("NoopNode", {}, []),
 ]  # fmt: skip
 
