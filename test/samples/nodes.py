@@ -470,6 +470,27 @@ SMOOTH = (
     ("TanNode", torch.tan, -1, 1, 1),
     ("TanhNode", torch.tanh, -3, 3, 1),
 )
+ARITHMETIC = (
+    ("AddNode", torch.add),
+    ("MaximumNode", torch.maximum),
+    ("MinimumNode", torch.minimum),
+    ("MultiplyNode", torch.mul),
+)
+COMPARED = (
+    ("EqualNode", torch.eq),
+    ("GreaterEqualNode", torch.ge),
+    ("GreaterNode", torch.gt),
+    ("LessEqualNode", torch.le),
+    ("LessNode", torch.lt),
+    ("LogicalAndNode", torch.logical_and),
+    ("LogicalOrNode", torch.logical_or),
+    ("NotEqualNode", torch.ne),
+)
+BITWISE = (
+    ("BitwiseAndNode", torch.bitwise_and),
+    ("BitwiseOrNode", torch.bitwise_or),
+    ("BitwiseXorNode", torch.bitwise_xor),
+)
 STEPS = (
     ("AbsNode", torch.abs),
     ("CeilNode", torch.ceil),
@@ -593,33 +614,11 @@ ELEMENTWISE = [
         for dtypes, rows in (
             (
                 (*NUMBERS, I8, U8, BOOL),
-                (
-                    ("AddNode", torch.add),
-                    ("Atan2Node", torch.atan2),
-                    ("DivideNode", torch.div),
-                    ("EqualNode", torch.eq),
-                    ("GreaterEqualNode", torch.ge),
-                    ("GreaterNode", torch.gt),
-                    ("LessEqualNode", torch.le),
-                    ("LessNode", torch.lt),
-                    ("LogicalAndNode", torch.logical_and),
-                    ("LogicalOrNode", torch.logical_or),
-                    ("MaximumNode", torch.maximum),
-                    ("MinimumNode", torch.minimum),
-                    ("MultiplyNode", torch.mul),
-                    ("NotEqualNode", torch.ne),
-                ),
+                (*ARITHMETIC, *COMPARED, ("Atan2Node", torch.atan2), ("DivideNode", torch.div)),
             ),
             ((*NUMBERS, I8, U8), (("PowerNode", torch.pow), ("SubtractNode", torch.sub))),
             (FLOATS, (("FloorDivideNode", torch.floor_divide), ("LogAddExpNode", torch.logaddexp))),
-            (
-                (*INTS, I8, U8, BOOL),
-                (
-                    ("BitwiseAndNode", torch.bitwise_and),
-                    ("BitwiseOrNode", torch.bitwise_or),
-                    ("BitwiseXorNode", torch.bitwise_xor),
-                ),
-            ),
+            ((*INTS, I8, U8, BOOL), BITWISE),
         )
         for kind, function in rows
     ),
@@ -644,28 +643,10 @@ ELEMENTWISE = [
     binary(
         "FloorDivideNode", torch.floor_divide, given([1.0, 2.5, -7, 0.5]), given([0.1]), dtypes=FLOATS, label="tenths"
     ),
-    *(
-        binary(kind, function, draw(2, N), draw(N))
-        for kind, function in (
-            ("AddNode", torch.add),
-            ("MaximumNode", torch.maximum),
-            ("MinimumNode", torch.minimum),
-            ("MultiplyNode", torch.mul),
-            ("SubtractNode", torch.sub),
-        )
-    ),
+    *(binary(kind, function, draw(2, N), draw(N)) for kind, function in (*ARITHMETIC, ("SubtractNode", torch.sub))),
     *(
         binary(kind, function, draw(2, N, low=-1, high=2), draw(2, N, low=-1, high=2), dtypes=EVERY)
-        for kind, function in (
-            ("EqualNode", torch.eq),
-            ("GreaterEqualNode", torch.ge),
-            ("GreaterNode", torch.gt),
-            ("LessEqualNode", torch.le),
-            ("LessNode", torch.lt),
-            ("LogicalAndNode", torch.logical_and),
-            ("LogicalOrNode", torch.logical_or),
-            ("NotEqualNode", torch.ne),
-        )
+        for kind, function in COMPARED
     ),
     *(
         binary(kind, function, given([NAN, 1, NAN, INF]), given([1, NAN, NAN, -INF]), dtypes=FLOATS, label="nan")
@@ -680,11 +661,7 @@ ELEMENTWISE = [
     ),
     *(
         binary(kind, function, draw(2, N, low=-9, high=9), draw(2, N, low=-9, high=9), dtypes=(*INTS, BOOL))
-        for kind, function in (
-            ("BitwiseAndNode", torch.bitwise_and),
-            ("BitwiseOrNode", torch.bitwise_or),
-            ("BitwiseXorNode", torch.bitwise_xor),
-        )
+        for kind, function in BITWISE
     ),
     *(
         binary(kind, function, draw(2, N), draw(2, N, dtype=I64), dtypes=(*FLOATS, I32, BOOL), label="with_int64")

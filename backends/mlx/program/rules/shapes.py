@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from ..types import ANY, INTEGERS, ONE, SIZE, Range, Shape, TensorType, bounds, exactly, product, promoted, shown
 from .base import Call, Result, Rule, normalized, require, require_same, unary
@@ -68,14 +69,23 @@ def _expanded(own: Range, to: Range) -> Range:
     return given.hull(own) if -1 in to else given
 
 
-def _concatenate(call: Call) -> Result:
-    tensors = call.tensors("tensors")
-    require(bool(tensors), "there are no tensors")
-    dtype = promoted(*[x.dtype for x in tensors])
-    shapes = [x.shape for x in tensors if x.shape is not None]
-    if len(shapes) < len(tensors):
-        return TensorType(None, dtype)
-    axis = _common_axis(call, shapes)
+def _joined(make: Callable[[Call, list[Shape]], Shape]) -> Rule:
+    """A list of tensors to one, whose shape is made of theirs."""
+
+    def rule(call: Call) -> Result:
+        tensors = call.tensors("tensors")
+        require(bool(tensors), "there are no tensors")
+        shapes = [x.shape for x in tensors if x.shape is not None]
+        ranks = {len(shape) for shape in shapes}
+        require(len(ranks) <= 1, f"the tensors have {sorted(ranks)} axes")
+        shape = make(call, shapes) if len(shapes) == len(tensors) else None
+        return TensorType(shape, promoted(*[x.dtype for x in tensors]))
+
+    return rule
+
+
+def _concatenated(call: Call, shapes: list[Shape]) -> Shape:
+    axis = call.axis(shapes[0])
     require(bool(shapes[0]), "the tensors have no axes")
     sizes = list(shapes[0])
     for shape in shapes[1:]:
@@ -83,27 +93,15 @@ def _concatenate(call: Call) -> Result:
             sizes[place] = (
                 sizes[place] + size if place == axis else require_same(sizes[place], size, f"sizes of axis {place}")
             )
-    return TensorType(tuple(sizes), dtype)
+    return tuple(sizes)
 
 
-def _common_axis(call: Call, shapes: list[Shape], *, is_new: bool = False) -> int:
-    ranks = {len(shape) for shape in shapes}
-    require(len(ranks) == 1, f"the tensors have {sorted(ranks)} axes")
-    return call.axis(shapes[0], is_new=is_new)
-
-
-def _stack(call: Call) -> Result:
-    tensors = call.tensors("tensors")
-    require(bool(tensors), "there are no tensors")
-    dtype = promoted(*[x.dtype for x in tensors])
-    shapes = [x.shape for x in tensors if x.shape is not None]
-    if len(shapes) < len(tensors):
-        return TensorType(None, dtype)
-    axis = _common_axis(call, shapes, is_new=True)
+def _stacked(call: Call, shapes: list[Shape]) -> Shape:
+    axis = call.axis(shapes[0], is_new=True)
     sizes = list(shapes[0])
     for shape in shapes[1:]:
         sizes = [require_same(a, b, f"sizes of axis {i}") for i, (a, b) in enumerate(zip(sizes, shape, strict=True))]
-    return TensorType((*sizes[:axis], exactly(len(tensors)), *sizes[axis:]), dtype)
+    return (*sizes[:axis], exactly(len(shapes)), *sizes[axis:])
 
 
 def _expand_dims(call: Call) -> Result:
@@ -286,7 +284,7 @@ def _triangle(call: Call) -> Result:
 RULES: dict[str, Rule] = {
     "AsStridedNode": _as_strided,
     "BroadcastToNode": _broadcast_to,
-    "ConcatenateNode": _concatenate,
+    "ConcatenateNode": _joined(_concatenated),
     "ContiguousNode": unary(),
     "ExpandDimsNode": _expand_dims,
     "FlipNode": _flip,
@@ -296,7 +294,7 @@ RULES: dict[str, Rule] = {
     "RollNode": _roll,
     "SplitNode": _split,
     "SqueezeNode": _squeeze,
-    "StackNode": _stack,
+    "StackNode": _joined(_stacked),
     "TileNode": _tile,
     "TransposeNode": _transpose,
     "TrilNode": _triangle,

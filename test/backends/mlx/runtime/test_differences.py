@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_CODES
 from executorch_mlx.backends.mlx.runtime.compile import CompiledProgram
 from executorch_mlx.backends.mlx.runtime.device import DTYPES
 from oracles.hand_built import hand_built
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "differences.md"
 INF = math.inf
@@ -297,14 +299,6 @@ DIFFERENCES = [
         {"scale": 1.0, "causal": True},
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
-    previous = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(previous)
 
 
 def to_mlx(tensor: Tensor) -> mx.array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -28,18 +27,12 @@ from oracles.hand_built import hand_built, slot_variant
 from oracles.sample_graphs import sample_graph
 from samples.nodes import SAMPLES, SIZES, TOLERANCE, Sample, code, dequantized, packed
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 CASES = [pytest.param(s, d, id=f"{s.kind}-{s.label}-{str(d)[6:]}") for s in SAMPLES for d in s.dtypes]
 
 # Whose zeros may have another sign than torch's: docs/differences.md.
 OWN_ZEROS = {"ClipNode", "CumsumNode", "ErfNode", "LogAddExpNode", "MaximumNode", "MinimumNode", "SinNode"}
-
-
-@pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
-    previous = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(previous)
 
 
 def to_mlx(tensor: torch.Tensor) -> mx.array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,8 @@ from executorch_mlx.backends.mlx.runtime.compile import CompiledProgram
 from executorch_mlx.backends.mlx.runtime.device import dtype_name
 from oracles.hand_built import described, hand_built
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -27,14 +29,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 ANGLE_ERROR = 5e-5
 # What rounding a number to a dtype once may change of it.
 ROUNDING = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
-
-
-@pytest.fixture
-def on_cpu() -> Iterator[None]:
-    previous = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(previous)
 
 
 def run(nodes: list[Node], inputs: list[Any], outputs: list[int], constants: Sequence[mx.array] = ()) -> list[mx.array]:
@@ -95,7 +89,7 @@ OFFSETS = {
 @pytest.mark.parametrize("dtype", ROUNDING, ids=lambda dtype: str(dtype).split(".")[-1])
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize(("dims", "width"), [(8, 8), (8, 10), (4, 8), (6, 6)], ids=str)
-def test_rotation_is_mlx_s(on_cpu: None, dims: int, width: int, offset: str, dtype: mx.Dtype) -> None:
+def test_rotation_is_mlx_s(dims: int, width: int, offset: str, dtype: mx.Dtype) -> None:
     freqs = mx.array(FREQS[dims])
     for batch, heads, length, scale, base in itertools.product((1, 3), (1, 2), (1, 4), (1.0, 0.25), (None, 100.0, 5e5)):
         x, start = entries(batch, heads, length, width, dtype=dtype), OFFSETS[offset](batch)
@@ -113,16 +107,14 @@ def test_rotation_is_mlx_s(on_cpu: None, dims: int, width: int, offset: str, dty
 @pytest.mark.parametrize(
     ("shape", "traditional"), [((2, 3, 4, 8), True), ((3, 4, 8), False), ((2, 2, 3, 4, 8), False)], ids=str
 )
-def test_rotation_of_neighbours_or_of_other_ranks_is_mlx_s(
-    on_cpu: None, shape: tuple[int, ...], traditional: bool
-) -> None:
+def test_rotation_of_neighbours_or_of_other_ranks_is_mlx_s(shape: tuple[int, ...], traditional: bool) -> None:
     x = entries(*shape)
     (got,) = run([rope_node(0, 1, Vid(0), dims=8, base=100.0, traditional=traditional)], [x, 9], [1])
     assert_rotated(got, x, 8, offset=9, base=100.0, traditional=traditional)
 
 
 @pytest.mark.parametrize("is_array", [True, False])
-def test_layers_with_different_offsets_are_each_rotated_by_their_own(on_cpu: None, is_array: bool) -> None:
+def test_layers_with_different_offsets_are_each_rotated_by_their_own(is_array: bool) -> None:
     q, k = entries(1, 2, 3, 8), entries(1, 1, 3, 8, seed=1)
     first, second = (mx.array([4]), mx.array([50])) if is_array else (4, 50)
     # Slots: q, k, the offsets where they are arrays, the results.
@@ -139,7 +131,7 @@ def test_layers_with_different_offsets_are_each_rotated_by_their_own(on_cpu: Non
         assert_rotated(got, x, 8, offset=offset, base=100.0)
 
 
-def test_layers_with_one_offset_and_other_parameters_are_each_rotated_by_their_own(on_cpu: None) -> None:
+def test_layers_with_one_offset_and_other_parameters_are_each_rotated_by_their_own() -> None:
     x, longer, offset = entries(1, 2, 3, 8), entries(1, 2, 5, 8), mx.array([13])
     constants = [mx.array([1.0, 2.5, 20.0, 1000.0]), mx.array([2.0, 3.0, 5.0, 7.0]), mx.array([1.0, 9.0])]
     # Slots: 0, 1 and 2 are frequencies, 3 is x, 4 the longer one, 5 the offset.
@@ -165,7 +157,7 @@ def test_layers_with_one_offset_and_other_parameters_are_each_rotated_by_their_o
         assert_rotated(got, x if slot == 3 else longer, dims, offset=offset, **{**how, "freqs": freqs})
 
 
-def test_offsets_computed_into_the_same_slots_are_never_taken_for_each_other(on_cpu: None) -> None:
+def test_offsets_computed_into_the_same_slots_are_never_taken_for_each_other() -> None:
     x, num_layers = entries(1, 1, 2, 8), 40
     # Slots: 0 is zero, 1 is one, 2 is x, 3 the first offset, then the same offset in slots that each layer writes anew.
     slots, nodes = range(4, 16), []
@@ -180,7 +172,7 @@ def test_offsets_computed_into_the_same_slots_are_never_taken_for_each_other(on_
         assert_rotated(got, x, 8, offset=11 + layer, base=100.0)
 
 
-def test_runs_of_one_program_do_not_share_their_rotations(on_cpu: None) -> None:
+def test_runs_of_one_program_do_not_share_their_rotations() -> None:
     x = entries(1, 2, 3, 8)
     graph = hand_built([[rope_node(0, 2, Tid(1), dims=8, base=100.0)]], [Tid(0), Tid(1)], [Tid(2)])
     program = CompiledProgram(graph, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -29,19 +29,13 @@ from oracles.sample_graphs import inferred, sample_graph
 from oracles.written_calls import described_as, written_graph
 from samples.nodes import EVERY, SAMPLES, SIZES, WITHOUT_DTYPE, WITHOUT_SAMPLE, Sample
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 # No mutation is run that takes more.
 MAX_BYTES = 1 << 26
 
 X, OUT, OTHER = Tid(0), Tid(1), Tid(2)
 N = Vid(0)
-
-
-@pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
-    previous = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(previous)
 
 
 def test_every_kind_of_the_format_has_a_rule_a_kernel_and_a_sample_and_no_other_kind_has() -> None:
