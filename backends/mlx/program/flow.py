@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from .dtypes import SCALAR_TYPE_NAMES
 from .errors import ProgramError
-from .rules import RULES, Call
+from .rules import Call, results_of
 from .schema import Graph, Node, TensorMeta, Tid, Vid
 from .types import ANY, UNKNOWN, Range, TensorType, Type, exactly, joined
 
@@ -47,8 +47,6 @@ class Flow:
         self._graph = graph
         self._max_bytes = max_bytes
         self._num_tensors = graph.num_tensors
-        first = graph.num_constant_tensors + graph.num_input_tensors + graph.num_output_tensors
-        self._buffers = range(first, first + graph.num_mutable_buffer_tensors)
         self._visits = 0
         self._may_write_constants = False
         self._facts = Facts()
@@ -62,7 +60,7 @@ class Flow:
         """
         graph = self._graph
         scope = _Scope()
-        for index in (*range(graph.num_constant_tensors), *self._buffers):
+        for index in (*range(graph.num_constant_tensors), *self._graph.buffer_tensors):
             known = _described(graph.tensor_meta[index])
             require(
                 known.bytes.low <= self._max_bytes, f"tensor {index}: {known} takes more than {self._max_bytes} bytes"
@@ -91,7 +89,7 @@ class Flow:
         return self._facts
 
     def _check_buffers(self, scope: _Scope, when: str) -> None:
-        for index in self._buffers:
+        for index in self._graph.buffer_tensors:
             known, wanted = scope[Tid(index)], _described(self._graph.tensor_meta[index])
             require(may_be(known, wanted), f"mutable buffer {index} is {wanted}, and {known} at the end of {when}")
 
@@ -106,12 +104,11 @@ class Flow:
             written = self._check_slots(node, scope, where)
             call = Call(node, scope.__getitem__)
             try:
-                results = RULES[node.kind](call)
+                types = results_of(call)
             except ValueError as error:
                 raise ProgramError(f"{where}: {error}") from error
-            if call.is_open or call.scratch.high > self._max_bytes:
+            if call.is_open:
                 self._facts.open.add(id(node))
-            types = [] if results is None else list(results) if isinstance(results, Sequence) else [results]
             steps += 1
             if node.kind == "IfNode":
                 steps += self._if(node, scope, path, where)
@@ -138,19 +135,22 @@ class Flow:
                 written.append(slot)
             elif slot not in scope:
                 raise ProgramError(f"{where}: {name} reads {slot}, which nothing has written yet")
-        self._visit()
+        # Rules walk lists of literals, too.
+        self._visit(1 + sum(len(value) for value in vars(node).values() if isinstance(value, list)))
         return written
 
-    def _visit(self) -> None:
-        self._visits += 1
-        require(self._visits <= MAX_VISITS, f"instruction chains run each other more than {MAX_VISITS} times")
+    def _visit(self, count: int = 1) -> None:
+        self._visits += count
+        require(
+            self._visits <= MAX_VISITS,
+            f"instruction chains run each other more than {MAX_VISITS} times, operands counted",
+        )
 
     def _note(self, call: Call, types: list[Type], where: str) -> None:
         node = call.node
         try:
-            if not all(is_bounded(known, self._max_bytes) for known in types):
+            if not is_bounded(call, types, self._max_bytes):
                 self._facts.open.add(id(node))
-            check_scratch(call, self._max_bytes)
         except ValueError as error:
             raise ProgramError(f"{where}: {error}") from error
         before = self._facts.results.get(id(node))
@@ -193,13 +193,13 @@ class Flow:
         for slot, known in own.items():
             if slot in scope and slot not in given:
                 scope.own[slot] = known
-        missing = [slot for slot in node.outputs if slot not in own and slot not in scope]
+        left = {**given, **own}
+        missing = [slot for slot in node.outputs if slot not in left and slot not in scope]
         require(not missing, f"ScanNode: its body never writes {missing}")
         stacked = [
-            self._stacked(own[slot] if slot in own else scope[slot], axis, length, where) for slot in node.outputs
+            self._stacked(left[slot] if slot in left else scope[slot], axis, length, where) for slot in node.outputs
         ]
-        left = [own[slot] if slot in own else given[slot] for slot in node.sliced]
-        by_field: dict[str, list[Type]] = {"sliced": left, "outputs": stacked}
+        by_field: dict[str, list[Type]] = {"sliced": [left[slot] for slot in node.sliced], "outputs": stacked}
         names = [name for name, _ in node.slots() if node.writes(name)]
         in_order = {name: iter(types) for name, types in by_field.items()}
         return steps * max(length.low, 1), [next(in_order[name]) for name in names]
@@ -255,29 +255,35 @@ def _check_steps(steps: float) -> None:
     require(steps <= MAX_STEPS, f"a run takes {steps} instructions, at most {MAX_STEPS} are run")
 
 
-def is_bounded(known: Type, max_bytes: float) -> bool:
-    """Return whether a result fits into so much memory, and into MLX's shapes, whatever is not known of it.
+def is_bounded(call: Call, results: Sequence[Type], max_bytes: float) -> bool:
+    """Return whether what an instruction makes fits into memory and MLX's shapes, whatever is not known of it.
+
+    Args:
+        call: the instruction, of which a rule has been asked.
+        results: what it writes.
+        max_bytes: how much one tensor may take, and all that the instruction takes besides.
 
     Raises:
         ValueError: it never does.
     """
-    if not isinstance(known, TensorType):
-        return True
-    if known.shape is not None and len(known.shape) > MAX_RANK:
-        raise ValueError(f"its result {known} has {len(known.shape)} axes, at most {MAX_RANK} are run")
-    taken = known.bytes
-    if taken.low > max_bytes:
-        raise ValueError(f"its result {known} takes {taken.low} bytes or more, there are {max_bytes}")
-    longest = max((size.high for size in known.shape), default=0) if known.shape is not None else math.inf
-    if known.shape is not None and any(size.low > MAX_SIZE for size in known.shape):
-        raise ValueError(f"its result {known} has an axis of more than {MAX_SIZE} elements")
-    return taken.high <= max_bytes and longest <= MAX_SIZE
-
-
-def check_scratch(call: Call, max_bytes: float) -> None:
-    """Raise ValueError for an instruction that always takes more memory than this besides its results."""
+    fits = [_is_bounded(known, max_bytes) for known in results]
     if call.scratch.low > max_bytes:
         raise ValueError(f"it takes {call.scratch.low} bytes or more besides its result, there are {max_bytes}")
+    return all(fits) and call.scratch.high <= max_bytes
+
+
+def _is_bounded(known: Type, max_bytes: float) -> bool:
+    if not isinstance(known, TensorType):
+        return True
+    taken = known.bytes
+    if known.shape is not None and len(known.shape) > MAX_RANK:
+        raise ValueError(f"its result {known} has {len(known.shape)} axes, at most {MAX_RANK} are run")
+    if taken.low > max_bytes:
+        raise ValueError(f"its result {known} takes {taken.low} bytes or more, there are {max_bytes}")
+    if known.shape is not None and any(size.low > MAX_SIZE for size in known.shape):
+        raise ValueError(f"its result {known} has an axis of more than {MAX_SIZE} elements")
+    longest = math.inf if known.shape is None else max((size.high for size in known.shape), default=0)
+    return taken.high <= max_bytes and longest <= MAX_SIZE
 
 
 def may_be(known: Type, wanted: TensorType) -> bool:

@@ -180,15 +180,20 @@ class Graph:
     tensor_meta: list[TensorMeta | None] = field(default_factory=list)
 
     @property
+    def input_tensors(self) -> range:
+        """The tensor slots of inputs."""
+        return range(self.num_constant_tensors, self.num_constant_tensors + self.num_input_tensors)
+
+    @property
+    def buffer_tensors(self) -> range:
+        """The tensor slots of mutable buffers."""
+        first = self.input_tensors.stop + self.num_output_tensors
+        return range(first, first + self.num_mutable_buffer_tensors)
+
+    @property
     def num_tensors(self) -> int:
         """All tensor slots."""
-        return (
-            self.num_constant_tensors
-            + self.num_input_tensors
-            + self.num_output_tensors
-            + self.num_mutable_buffer_tensors
-            + self.num_temp_tensors
-        )
+        return self.buffer_tensors.stop + self.num_temp_tensors
 
 
 # Tables that have a class of their own; all others are op nodes.

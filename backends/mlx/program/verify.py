@@ -54,9 +54,8 @@ def _verify_tensor_meta(graph: Graph) -> None:
         f"tensor metadata: expected {expected} entries (constants, inputs, outputs, buffers), got"
         f" {len(graph.tensor_meta)}",
     )
-    first_buffer = graph.num_constant_tensors + graph.num_input_tensors + graph.num_output_tensors
     for index, meta in enumerate(graph.tensor_meta):
-        is_state = index < graph.num_constant_tensors or index >= first_buffer
+        is_state = index < graph.num_constant_tensors or index >= graph.buffer_tensors.start
         if meta is None:
             require(not is_state, f"tensor {index}: a constant or buffer without shape and dtype")
             continue
@@ -84,23 +83,20 @@ def static_shape(index: int, meta: TensorMeta) -> tuple[int, ...]:
 
 
 def _verify_maps(graph: Graph) -> None:
-    first_input = graph.num_constant_tensors
-    first_output = first_input + graph.num_input_tensors
+    inputs, buffers = graph.input_tensors, graph.buffer_tensors
     for position, slot in enumerate(graph.input_map):
         _verify_slot(graph, slot, f"input {position}")
         require(
-            slot.slot_type != SlotType.TensorSlot or first_input <= slot.idx < first_output,
-            f"input {position} goes to tensor {slot.idx}, inputs are {first_input}..{first_output - 1}",
+            slot.slot_type != SlotType.TensorSlot or slot.idx in inputs,
+            f"input {position} goes to tensor {slot.idx}, inputs are {inputs.start}..{inputs.stop - 1}",
         )
     for position, slot in enumerate(graph.output_map):
         _verify_slot(graph, slot, f"output {position}")
-    first_buffer = first_output + graph.num_output_tensors
-    first_temp = first_buffer + graph.num_mutable_buffer_tensors
     for position, slot in enumerate(graph.mutable_buffer_map):
         _verify_slot(graph, slot, f"mutable buffer {position}")
         require(
-            slot.slot_type == SlotType.TensorSlot and first_buffer <= slot.idx < first_temp,
-            f"mutable buffer {position} is tensor {slot.idx}, buffers are {first_buffer}..{first_temp - 1}",
+            slot.slot_type == SlotType.TensorSlot and slot.idx in buffers,
+            f"mutable buffer {position} is tensor {slot.idx}, buffers are {buffers.start}..{buffers.stop - 1}",
         )
     for named in graph.named_slots:
         _verify_slot(graph, named.slot, f"the name {named.name!r}")

@@ -70,19 +70,21 @@ class CompiledProgram:
         def compiled_chain(index: int, at: At) -> list[Step]:
             return [compiled(node, at) for node in graph.instruction_chains[index].instructions]
 
-        at = At(graph.num_tensors, _known(graph, every), graph.num_constant_tensors, compiled_chain)
+        known = _known(graph, every)
+        at = At(graph.num_tensors, known, graph.num_constant_tensors, compiled_chain)
         # The last entry is the run's StepState.
         self._initial: list[Any] = [None] * (graph.num_tensors + graph.num_values + 1)
         for index, array in constants.items():
             self._initial[index] = array
-        self._buffers = _buffers(graph)
+        self._buffers = graph.buffer_tensors
         for index in self._buffers:
             meta = graph.tensor_meta[index]
             assert meta is not None, "the verifier has checked that buffers are described"
             self._initial[index] = mx.zeros(static_shape(index, meta), DTYPES[meta.scalar_type])
         state = self._initial[-1] = StepState(None)
         if graph.init_chain_idx >= 0:
-            for step in at.chain(graph.init_chain_idx):
+            # It may write constants: to its steps there are none.
+            for step in At(graph.num_tensors, known, 0, compiled_chain).chain(graph.init_chain_idx):
                 step(self._initial)
             _check_extents(state.extents)
         self._written: dict[int, mx.array] = {}
@@ -170,11 +172,6 @@ def check_supported(graph: Graph, *, allow_kernels: bool) -> None:
         raise ProgramError("the program attends over a KV cache while it is loaded, before there can be one")
 
 
-def _buffers(graph: Graph) -> range:
-    first = graph.num_constant_tensors + graph.num_input_tensors + graph.num_output_tensors
-    return range(first, first + graph.num_mutable_buffer_tensors)
-
-
 def _known(graph: Graph, nodes: list[Node]) -> frozenset[Tid | Vid]:
     """Constants, inputs, and what is the same numbers in another shape or dtype."""
     found = {entry.slot for entry in graph.input_map} | {Tid(index) for index in range(graph.num_constant_tensors)}
@@ -185,8 +182,10 @@ def _known(graph: Graph, nodes: list[Node]) -> frozenset[Tid | Vid]:
 
 
 def _folded_nodes(graph: Graph, nodes: list[Node], every: list[Node]) -> list[Node]:
-    """Nodes whose result is the same in each run and whose slot nothing else writes."""
+    """Nodes whose result is the same in each run and whose slot nothing else writes, nor holds what runs leave."""
     writes = Counter(slot for node in every for name, slot in node.slots() if node.writes(name))
+    writes.update(entry.slot for entry in graph.input_map)
+    writes.update(Tid(index) for index in graph.buffer_tensors)
     return [
         node
         for node in nodes

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from ..program import Node, Tid, Vid
-from ..program.flow import check_scratch, is_bounded
-from ..program.rules import RULES, Call
-from ..program.types import Range, TensorType, Type, exactly
+from ..program.flow import is_bounded
+from ..program.rules import Call, results_of
+from ..program.types import TensorType, Type, exactly
 from .device import MEMORY_BYTES, dtype_name, mx
 from .kernels import At, Step
 
 
 def guarded(step: Step, node: Node, at: At) -> Step:
     """Return a step that raises ValueError before it makes what the verifier would have refused, had it been known."""
-    rule = RULES[node.kind]
     written = [at(slot) for name, slot in node.slots() if node.writes(name)]
 
     def guarded_step(env: list[object]) -> None:
@@ -21,23 +20,18 @@ def guarded(step: Step, node: Node, at: At) -> Step:
 
         call = Call(node, known)
         try:
-            results = rule(call)
-            check_scratch(call, MEMORY_BYTES)
-            for result in results if isinstance(results, (list, tuple)) else [results]:
-                if isinstance(result, (TensorType, Range)):
-                    is_bounded(result, MEMORY_BYTES)
+            is_bounded(call, results_of(call), MEMORY_BYTES)
+            step(env)
+            # What a scan stacks is known only now; it is not there yet, as MLX is lazy.
+            is_bounded(call, [_type(env[slot]) for slot in written], MEMORY_BYTES)
         except ValueError as error:
             raise ValueError(f"{node.kind}: {error}") from error
-        step(env)
-        # What a scan stacks is known only now; it is not there yet, as MLX is lazy.
-        for slot in written:
-            is_bounded(_type(env[slot]), MEMORY_BYTES)
 
     return guarded_step
 
 
 def _type(value: object) -> Type:
     if isinstance(value, mx.array):
-        return TensorType(tuple(map(exactly, value.shape)), dtype_name(value.dtype).removesuffix("_"))
+        return TensorType(tuple(map(exactly, value.shape)), dtype_name(value.dtype))
     assert isinstance(value, (int, float)), "a slot holds a tensor or a number"
     return exactly(value)

@@ -71,7 +71,7 @@ def _update_and_attend(call: Call) -> Result:
     require(call.has("layer_id") and call.has("scale"), "layer_id and scale are required")
     q, k, v = (call.rank(field, 4) for field in "qkv")
     call.tensor("position", INTEGERS)
-    dtype = call.scalar_type("out_dtype") if call.has("out_dtype") else None
+    dtype = call.scalar_type("out_dtype") if call.has("out_dtype") else q.dtype
     if q.shape is None or k.shape is None or v.shape is None:
         return TensorType(None, dtype)
     require_same(k.shape[2], q.shape[2], "lengths of q and k")

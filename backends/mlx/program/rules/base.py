@@ -8,7 +8,7 @@ from typing import Any
 
 from ..dtypes import SCALAR_TYPE_NAMES
 from ..schema import Node, Tid, Vid
-from ..types import UNKNOWN, Range, Shape, TensorType, Type, as_float, broadcast, exactly, promoted, shown
+from ..types import UNKNOWN, Range, Shape, TensorType, Type, as_float, bounds, broadcast, exactly, promoted, shown
 
 Result = Type | Sequence[Type] | None
 Rule = Callable[["Call"], Result]
@@ -17,13 +17,15 @@ Rule = Callable[["Call"], Result]
 class Call:
     """An instruction with what is known of its operands.
 
-    Rules ask for operands by the name of the field, and raise ValueError for what cannot be, whatever is not known.
+    Rules ask for operands by the name of the field. They, and all methods here, raise ValueError for what cannot be,
+    whatever is not known.
 
     Attributes:
         node: the instruction.
-        is_open: whether the rule is to be asked again in each run: it has asked for a tensor of which not even the rank
-            is known, or MLX itself does not compare what it could not.
-        scratch: bytes that the instruction takes besides its results.
+        is_open: whether the rule is to be asked again in each run. Methods set it: for a tensor of which not even the
+            rank is known, or not the dtype where that matters; for a number that may be too small. Rules set it where
+            MLX does not compare what they could not.
+        scratch: bytes that the instruction takes besides its results; set by rules.
     """
 
     def __init__(self, node: Node, types: Callable[[Tid | Vid], Type]) -> None:
@@ -50,7 +52,8 @@ class Call:
     def _checked(self, field: str, slot: Tid | None, dtypes: Collection[str] | None) -> TensorType:
         known = UNKNOWN if slot is None else self._types(slot)
         assert isinstance(known, TensorType), "a Tid names a tensor"
-        self.is_open |= known.shape is None and slot is not None
+        is_decided = known.shape is not None and (dtypes is None or known.dtype is not None)
+        self.is_open |= slot is not None and not is_decided
         if dtypes is not None and known.dtype is not None and known.dtype not in dtypes:
             raise ValueError(f"{field} is of {known.dtype}, expected one of {', '.join(sorted(dtypes))}")
         return known
@@ -60,7 +63,7 @@ class Call:
         return getattr(self.node, field) is not None
 
     def number(self, field: str, low: float | None = None) -> Range:
-        """Return what a field's literal or value may be; what may be less than ``low`` is taken not to be."""
+        """Return what a field's literal or value may be, none of it less than ``low``; what may be is asked again."""
         return self._bounded(field, getattr(self.node, field), low)
 
     def numbers(self, field: str, low: float | None = None) -> list[Range]:
@@ -72,6 +75,7 @@ class Call:
         assert isinstance(known, Range), "a Vid names a number"
         if low is None:
             return known
+        self.is_open |= known.low < low
         bounded = known.within(low, math.inf)
         if bounded is None:
             raise ValueError(f"{field} is {known}, expected {low} or more")
@@ -208,5 +212,14 @@ def along(result: DtypeRule = same, dtypes: Collection[str] | None = None) -> Ru
 
 
 def arithmetic(function: Callable[[Range, Range], Range]) -> Rule:
-    """Two numbers to a third."""
-    return lambda call: function(call.number("a"), call.number("b"))
+    """Two numbers to a third, of 64 bits."""
+    return lambda call: held(function(call.number("a"), call.number("b")))
+
+
+def held(number: Range) -> Range:
+    """Return what of a number 64 bits hold; where they may not hold it, its end is open."""
+    low, high = bounds("int64")
+    require(number.low <= high and number.high >= low, f"the result is {number}, expected 64 bits")
+    return Range(
+        -math.inf if number.low < low else number.low, math.inf if number.high > high else number.high, number.name
+    )

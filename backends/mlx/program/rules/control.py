@@ -6,7 +6,7 @@ What chains do to what is known is found by running them (``flow``); here is wha
 from __future__ import annotations
 
 from ..dtypes import SCALAR_TYPE_NAMES
-from ..types import TensorType, product
+from ..types import TensorType
 from .base import Call, Result, Rule, normalized, require, require_same
 
 
@@ -26,9 +26,9 @@ def _scan(call: Call) -> Result:
             sliced.append(x)
             continue
         require(x.shape != (), "one of the originals has no axes")
-        require(product(x.shape).high > 0, "one of the originals has no elements")
         place = normalized(axis, x.shape, "scan_axis")
         size = x.shape[place]
+        require(size.high > 0, "there is nothing to go over")
         length = size if length is None else require_same(length, size, "lengths of what it goes over")
         sliced.append(TensorType((*x.shape[:place], *x.shape[place + 1 :]), x.dtype))
     return sliced

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from ..schema import Tid
-from ..types import INTEGERS, ONE, Range, Shape, TensorType, broadcast, exactly, product, shown
+from ..types import INTEGERS, ONE, SIZE, Range, Shape, TensorType, broadcast, exactly, product, shown
 from .base import Call, Result, Rule, require, require_broadcast
 
 
@@ -27,8 +29,7 @@ def _index_copy(call: Call) -> Result:
     call.rank("indices", 1)
     if dst.shape is not None:
         require(dst.shape != (), "dst has no axes")
-        require(product(dst.shape).high > 0, f"dst has shape {shown(dst.shape)}, without elements")
-        count = Range(0, float("inf")) if indices.shape is None else indices.shape[0]
+        count = SIZE if indices.shape is None else indices.shape[0]
         part = (*dst.shape[:axis], count, *dst.shape[axis + 1 :])
         require_broadcast("update", update.shape, "what it is written to", part)
     return dst
@@ -73,9 +74,9 @@ def _sliced(call: Call, shape: Shape | None) -> Shape | None:
         indices = slice(int(start.low), int(stop.low), step).indices(int(size.low))
         part = exactly(len(range(*indices)))
     else:
-        part = Range(0, size.high if size.high == float("inf") else -(-size.high // abs(step)))
+        part = Range(0, size.high if size.high == math.inf else -(-size.high // abs(step)))
         # What lies at fixed places from one end has a bound of its own.
-        if start.low >= 0 and stop.low >= 0 and step > 0 and stop.high < float("inf"):
+        if start.low >= 0 and stop.low >= 0 and step > 0 and stop.high < math.inf:
             part = Range(0, min(part.high, max(-(-(stop.high - start.low) // step), 0)))
     return (*shape[:place], part, *shape[place + 1 :])
 
@@ -105,7 +106,7 @@ def _take(call: Call) -> Result:
             require(index.low < size.high and index.high >= -size.high, f"index is {index}, of an axis of {size}")
     if x.shape is None or places is None:
         return TensorType(None, x.dtype)
-    require(product(x.shape).high > 0 or product(places).low == 0, f"x has shape {shown(x.shape)}, without elements")
+    require(x.shape[axis].high > 0 or product(places).low == 0, f"axis {axis} of {shown(x.shape)} has no elements")
     return TensorType((*x.shape[:axis], *places, *x.shape[axis + 1 :]), x.dtype)
 
 

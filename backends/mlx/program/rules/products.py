@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
-from ..types import FLOATS, INTEGERS, SIZE, Range, Shape, TensorType, broadcast, exactly, product, promoted, shown
+from ..types import FLOATS, INTEGERS, ONE, SIZE, Range, Shape, TensorType, broadcast, exactly, product, promoted, shown
 from .base import Call, Result, Rule, require, require_broadcast, require_same
 
 # What convolutions and quantized products are computed in.
@@ -18,7 +18,7 @@ def _matmul_shape(a: Shape | None, b: Shape | None) -> Shape | None:
     require(a != () and b != (), "a factor has no axes")
     if a is None or b is None:
         return None
-    left, right = (a if len(a) > 1 else (exactly(1), *a)), (b if len(b) > 1 else (*b, exactly(1)))
+    left, right = (a if len(a) > 1 else (ONE, *a)), (b if len(b) > 1 else (*b, ONE))
     _check_inner(left, right)
     batch = broadcast(left[:-2], right[:-2])
     assert batch is not None, "both are known"
@@ -94,16 +94,14 @@ def _convolution(letters: str, *, is_transposed: bool = False) -> Rule:
 
 
 def _convolved_size(size: Range, kernel: Range, stride: Range, padding: Range, dilation: Range, _: Range) -> Range:
-    one = exactly(1)
-    room = size + padding + padding - (dilation * (kernel - one) + one)
+    room = size + padding + padding - (dilation * (kernel - ONE) + ONE)
     require(room.high >= 0, f"an axis of {size}, padded by {padding}, is smaller than a kernel of {kernel}")
-    return Range(max(room.low, 0), room.high) // stride + one
+    return Range(max(room.low, 0), room.high) // stride + ONE
 
 
 def _transposed_size(size: Range, kernel: Range, stride: Range, padding: Range, dilation: Range, more: Range) -> Range:
-    one = exactly(1)
-    reach = dilation * (kernel - one)
-    result = (size - one) * stride - padding - padding + reach + more + one
+    reach = dilation * (kernel - ONE)
+    result = (size - ONE) * stride - padding - padding + reach + more + ONE
     require(result.high > 0, f"an axis of {size}, of which padding {padding} leaves nothing")
     return Range(max(result.low, 0), result.high)
 

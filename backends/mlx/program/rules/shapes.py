@@ -15,11 +15,11 @@ def _arange(call: Call) -> Result:
     dtype = call.scalar_type("scalar_type") if call.has("scalar_type") else "int64"
     require(dtype != "bool", "scalar_type is bool, expected numbers")
     if start.is_exact and stop.is_exact and step.is_exact:
-        count = exactly(max(0, math.ceil((stop.low - start.low) / step.low)))
+        count = exactly(max(0, -(-(stop.low - start.low) // step.low)))
     else:
         least = step.low if step.low > 0 else -step.high if step.high < 0 else 1
         reach = stop - start if step.low > 0 else start - stop if step.high < 0 else ANY
-        count = Range(0, reach.high if reach.high == math.inf else max(0, math.ceil(reach.high / least)))
+        count = Range(0, reach.high if reach.high == math.inf else max(0, -(-reach.high // least)))
     return TensorType((count,), dtype)
 
 
@@ -135,7 +135,7 @@ def _check_value(call: Call, dtype: str | None) -> None:
     if dtype in INTEGERS:
         low, high = bounds(dtype)
         # The comparisons fail for what is no number, too.
-        require(value.low < high + 1 and value.high > low - 1, f"v is {call.node.v}, in a tensor of {dtype}")
+        require(value.low <= high and value.high >= low, f"v is {call.node.v}, in a tensor of {dtype}")
 
 
 def _pad(call: Call) -> Result:

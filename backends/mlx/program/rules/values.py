@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 
-from ..types import ANY, Range, exactly, product, shown
-from .base import Call, Result, Rule, arithmetic, normalized, require
+from ..types import ANY, SIZE, Range, exactly, product, shown
+from .base import Call, Result, Rule, arithmetic, held, normalized, require
 
 
 def _divided(call: Call) -> Range:
@@ -15,7 +15,7 @@ def _divided(call: Call) -> Range:
 
 
 def _floor_divide(call: Call) -> Result:
-    return call.number("a") // _divided(call)
+    return held(call.number("a") // _divided(call))
 
 
 def _mod(call: Call) -> Result:
@@ -32,7 +32,7 @@ def _sym_size(call: Call) -> Result:
     a = call.tensor("a")
     require(a.shape != (), "a has no axes")
     axis = normalized(call.node.dim, a.shape, "dim")
-    return Range(0, float("inf")) if a.shape is None else a.shape[axis]
+    return SIZE if a.shape is None else a.shape[axis]
 
 
 RULES: dict[str, Rule] = {

@@ -55,7 +55,7 @@ def _rope(node: Node, at: At) -> Step:
         env[out] = state.rotation(dims, base, scale, array.shape[2], offset(env), table).apply(array)
 
     # On the CPU MLX has no fused kernel: its own composition computes each angle anew in every layer.
-    is_composed = mx.default_device().type == mx.cpu and not traditional and dims % 2 == 0
+    is_composed = mx.default_device().type == mx.cpu and not traditional
     return composed if is_composed else fused
 
 

@@ -10,8 +10,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from ...program import Node, Tid, Vid
 from ..device import DTYPES, mx
 
@@ -50,7 +48,7 @@ class At:
         return slot in self._known
 
     def is_constant(self, slot: Tid | Vid) -> bool:
-        """Whether a slot's numbers are the same in each run."""
+        """Whether a slot's numbers are the same whenever a step reads them."""
         return isinstance(slot, Tid) and slot.idx < self._num_constants
 
 
@@ -92,18 +90,14 @@ def indices(slot: Tid, at: At) -> Callable[[Env, int, int], mx.array]:
             raise TypeError(f"indices are integers, got {array.dtype}")
         if not array.size:
             return array
-        if array.dtype == mx.uint64:  # with signed integers it becomes a float
-            array = array.astype(mx.int64)
         if not is_known:
             confined: mx.array = env[-1].confined(array, low, high)
             return confined
-        extent = of_constant
-        if extent is None:
-            numbers = np.array(array, copy=False)
-            extent = int(numbers.min()), int(numbers.max())
-            of_constant = extent if is_constant else None
+        extent: tuple[int, int] = of_constant or env[-1].extent(array)
+        of_constant = extent if is_constant else None
         check_extent(*extent, low, high)
-        return array
+        # With signed integers uint64 becomes a float.
+        return array.astype(mx.int64) if array.dtype == mx.uint64 else array
 
     return getter
 
@@ -165,13 +159,16 @@ def binary(function: Callable[[Any, Any], Any]) -> Row:
 
 
 def scalar_binary(function: Callable[[int, int], int]) -> Row:
-    """Two integers, literals or values, to a value."""
+    """Two integers, literals or values, to a value of 64 bits."""
 
     def row(node: Node, at: At) -> Step:
         a, b, out = get(node.a, at), get(node.b, at), at(node.out)
 
         def step(env: Env) -> None:
-            env[out] = function(a(env), b(env))
+            result = function(a(env), b(env))
+            if not -(2**63) <= result < 2**63:
+                raise ValueError(f"{node.kind}: the result is {result}, expected 64 bits")
+            env[out] = result
 
         return step
 

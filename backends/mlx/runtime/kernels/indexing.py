@@ -128,7 +128,7 @@ def _take(node: Node, at: At) -> Step:
             size, index = env[x].shape[axis], int(number(env))
             if not -size <= index < size:
                 raise IndexError(f"TakeNode: index {index} of an axis of {size}")
-            env[out] = mx.take(env[x], index % size, axis=axis)
+            env[out] = env[x][tuple([slice(None)] * (axis % env[x].ndim) + [index])]
 
         return step_at
     where = indices(node.index, at)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from executorch_mlx.extension.llm.cache.arguments import host_positions
 
 from ...program.flow import MAX_STEPS
@@ -17,6 +19,7 @@ class StepState:
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self._host: dict[int, tuple[mx.array, tuple[int, ...]]] = {}
+        self._known_extents: dict[int, tuple[mx.array, tuple[int, int]]] = {}
         self._rotations: dict[tuple[Any, ...], tuple[Any, Any, Rotation]] = {}
         self._confined: dict[tuple[int, int, int], tuple[mx.array, mx.array]] = {}
         self._steps_left = MAX_STEPS
@@ -42,6 +45,14 @@ class StepState:
             known = self._rotations[key] = (offset, freqs, rotation)
         return known[2]
 
+    def extent(self, array: mx.array) -> tuple[int, int]:
+        """Return the least and the most of an array's integers, reading each array once."""
+        known = self._known_extents.get(id(array))
+        if known is None:
+            numbers = np.array(array, copy=False)
+            known = self._known_extents[id(array)] = (array, (int(numbers.min()), int(numbers.max())))
+        return known[1]
+
     def confined(self, array: mx.array, low: int, high: int) -> mx.array:
         """Return computed indices, those outside of their bounds moved to the nearest; ``extents`` tells of them."""
         if high < low:
@@ -49,7 +60,8 @@ class StepState:
         key = (id(array), low, high)
         known = self._confined.get(key)
         if known is None:
-            wide = array.astype(mx.int64)
+            # What is past 63 bits would wrap around, to an index that counts from the end.
+            wide = (mx.minimum(array, 2**63 - 1) if array.dtype == mx.uint64 else array).astype(mx.int64)
             self.extents.append((mx.min(wide), mx.max(wide), low, high))
             known = self._confined[key] = (array, mx.clip(wide, low, high))
         return known[1]

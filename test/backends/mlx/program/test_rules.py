@@ -10,8 +10,9 @@ import pytest
 
 from executorch_mlx.backends.mlx.program import ProgramError, Tid, Vid, make_node, verify_graph
 from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_CODES
-from executorch_mlx.backends.mlx.program.types import ANY, Type, exactly
-from oracles.hand_built import assembled
+from executorch_mlx.backends.mlx.program.types import ANY, TensorType, Type, exactly
+from oracles.hand_built import assembled, slot_variant
+from oracles.sample_graphs import inferred
 from oracles.written_calls import WrittenCalls, described_as, written_graph
 
 INT8, BOOL, F16, F32 = (SCALAR_TYPE_CODES[name] for name in ("int8", "bool", "float16", "float32"))
@@ -209,7 +210,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("IndexCopyNode", {"dst": "int8[4]", "update": "int8[2]", "indices": "float32[2]"}, "indices is of float32"),
     ("IndexCopyNode", {"dst": "int8[4]", "update": "int8[2]", "indices": "int32[]"}, "indices has shape []"),
     ("IndexCopyNode", {"dst": "int8[]", "update": "int8[2]", "indices": "int32[2]"}, "dst has no axes"),
-    ("IndexCopyNode", {"dst": "int8[4, 0]", "update": "int8[2, 1]", "indices": "int32[2]"}, "dst has shape [4, 0]"),
     (
         "IndexCopyNode",
         {"dst": "int8[4, 2]", "update": "int8[3, 2]", "indices": "int32[2]"},
@@ -276,7 +276,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("TakeNode", {"x": "int8[0..4]", "index": -5}, "index is -5, of an axis of 0..4"),
     ("TakeNode", {"x": "int8[4]", "index": "float32[2]"}, "index is of float32, expected one of int16"),
     ("TakeNode", {"x": "int8[4]", "index": "int32[2]", "axis": 1}, "axis is 1, of a tensor of shape [4]"),
-    ("TakeNode", {"x": "int8[4, 0]", "index": 1}, "x has shape [4, 0], without elements"),
+    ("TakeNode", {"x": "int8[0, 4]", "index": "int32[2]"}, "axis 0 of [0, 4] has no elements"),
     ("TakeAlongAxisNode", {"x": "int8[]", "indices": "int32[]"}, "a tensor has no axes"),
     ("TakeAlongAxisNode", {"x": "int8[4]", "indices": "int32[]"}, "a tensor has no axes"),
     ("TakeAlongAxisNode", {"x": "int8[4]", "indices": "bool[2]"}, "indices is of bool"),
@@ -426,7 +426,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ScanNode", {"originals": ["float32[2]"], "sliced": [], "carry": []}, "1 originals, 0 slices"),
     ("ScanNode", {"originals": ["float32[]"], "carry": [], "scan_axis": 0}, "one of the originals has no axes"),
     ("ScanNode", {"originals": ["float32[2]"], "carry": []}, "scan_axis is 1, of a tensor of shape [2]"),
-    ("ScanNode", {"originals": ["float32[0]"], "carry": [], "scan_axis": 0}, "one of the originals has no elements"),
+    ("ScanNode", {"originals": ["float32[0]"], "carry": [], "scan_axis": 0}, "there is nothing to go over"),
     (
         "ScanNode",
         {"originals": ["float32[2]", "float32[3]"], "carry": [], "scan_axis": 0, "num_outs": 2},
@@ -553,7 +553,7 @@ INFERRED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("SdpaNode", with_(HEADS, v="?"), ["?[...]"]),
     ("SdpaNode", with_(HEADS, mask="?"), ["float32[2, 4, 3, 6]"]),
     ("SdpaNode", with_(HEADS, q="float32[0..9, 0.., 0.., 8]", mask="bool[0.., 5]"), ["float32[2, 0.., 0.., 6]"]),
-    ("UpdateAndAttendNode", CACHED, ["?[1, 4, 3, 6]"]),
+    ("UpdateAndAttendNode", CACHED, ["float32[1, 4, 3, 6]"]),
     ("UpdateAndAttendNode", with_(CACHED, v="?", out_dtype=F16), ["float16[...]"]),
     ("MetalKernelNode", METAL, ["float32[2]"]),
     ("MetalKernelNode", with_(METAL, num_outs=0, output_names=[], output_shapes_flat=None, output_shape_lengths=None,
@@ -917,3 +917,55 @@ class TestSteps:
             for (node,) in chains[:3]
         ]
         verify_graph(assembled([[branch], *scans, [make_node("NoopNode")], []], [X, Vid(0)], [], meta=long.tensor_meta))
+
+
+def test_numbers_past_64_bits_are_refused_and_what_may_be_past_them_is_open_ended() -> None:
+    with pytest.raises(ProgramError, match="the result is 9223372036854775808, expected 64 bits"):
+        verify_graph(written_graph("AddIntNode", a=2**63 - 1, b=1))
+    calls = WrittenCalls()
+    calls.call("MultiplyIntNode", a=N, b=2**40, out=Vid(1))
+    calls.call("MultiplyIntNode", a=Vid(1), b=2**40, out=Vid(2))
+    graph = calls.graph()
+    graph.output_map = [slot_variant(Vid(2))]
+    assert inferred(graph) == [ANY]
+
+
+@pytest.mark.parametrize("kind", ["RandomBitsNode", "ReshapeNode", "FullNode"])
+def test_a_size_that_may_be_negative_is_asked_again(kind: str) -> None:
+    calls = WrittenCalls()
+    calls.call("SymSizeNode", a="int8[0..10]", dim=0, out=N)
+    calls.call("SubtractIntNode", a=N, b=8, out=Vid(1))
+    fields = {
+        "RandomBitsNode": {"shape": [Vid(1)]},
+        "ReshapeNode": {"x": "int8[2]", "shape": [Vid(1), 1]},
+        "FullNode": {"shape": [Vid(1)], "v": 0.0, "scalar_type": INT8},
+    }[kind]
+    calls.call(kind, **fields)
+    graph = calls.graph()
+    assert verify_graph(graph).open == {id(graph.instruction_chains[0].instructions[-1])}
+
+
+def test_a_dtype_that_two_branches_leave_undecided_is_asked_again_where_it_matters() -> None:
+    nodes = [
+        make_node("IfNode", cond=N, then_chain_idx=1, else_chain_idx=2),
+        make_node("LayerNormNode", x=OUT, out=COPY, eps=1.0),
+    ]
+    branches = [[make_node("AsTypeNode", x=X, out=OUT, scalar_type=code)] for code in (INT8, F32)]
+    graph = assembled([nodes, *branches], [X, N], [COPY], meta=[described_as("float32[4]")])
+    assert verify_graph(graph).open == {id(nodes[1])}
+
+
+@pytest.mark.parametrize("is_written_before", [True, False])
+def test_a_scan_may_stack_its_slices(is_written_before: bool) -> None:
+    scan = make_node("ScanNode", originals=[X], sliced=[OUT], outputs=[OUT], carry=[], body_chain_idx=1, scan_axis=0)
+    before = [make_node("ReshapeNode", x=X, out=OUT, shape=[8])] if is_written_before else []
+    graph = assembled([[*before, scan], [make_node("NoopNode")]], [X], [OUT], meta=[described_as("float32[4, 2]")])
+    assert inferred(graph) == [TensorType((exactly(4), exactly(2)), "float32")]
+
+
+def test_lists_count_as_often_as_chains_that_hold_them_run() -> None:
+    nested = [make_node("IfNode", cond=1, then_chain_idx=index, else_chain_idx=index) for index in range(1, 9)]
+    roll = make_node("RollNode", x=X, out=OUT, shift=[0] * 5000, axes=[0] * 5000)
+    graph = assembled([*[[node] for node in nested], [roll]], [X], [], meta=[described_as("float32[4]")])
+    with pytest.raises(ProgramError, match="operands counted"):
+        verify_graph(graph)

@@ -14,7 +14,7 @@ from executorch.exir import to_edge_transform_and_lower
 from executorch_mlx.backends.mlx import MLXPartitioner, load_program
 from executorch_mlx.backends.mlx.program import Node, ProgramError, Tid, make_node
 from executorch_mlx.backends.mlx.runtime.compile import CompiledProgram
-from oracles.hand_built import described, hand_built
+from oracles.hand_built import assembled, described, hand_built, slot_variant
 
 X, INDEX, UPDATE, OUT, COMPUTED = map(Tid, range(5))
 TABLE = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -103,6 +103,55 @@ def test_an_axis_without_elements_has_no_index() -> None:
     )
     with pytest.raises(IndexError, match="no elements"):
         CompiledProgram(graph, {})([mx.zeros((0, 3)), mx.zeros((2, 3), dtype=mx.int64)])
+
+
+@pytest.mark.parametrize("source", ["input", "computed"])
+def test_an_unsigned_index_does_not_wrap_around(source: str) -> None:
+    # As 64 bits with a sign it is -1, which counts from the end.
+    copy = make_node("BitwiseOrNode", a=INDEX, b=INDEX, out=COMPUTED)
+    nodes = [copy, READERS["take"][0](COMPUTED)] if source == "computed" else [READERS["take"][0](INDEX)]
+    program = CompiledProgram(hand_built([nodes], [X, INDEX], [OUT]), {})
+
+    def call(index: int) -> mx.array:
+        (out,) = program([mx.array(TABLE), mx.array(np.full(2, index, dtype=np.uint64))])
+        mx.eval(out, program.pending())
+        program.check()
+        return out
+
+    assert np.array_equal(np.array(call(3)), TABLE[[3, 3]])
+    with pytest.raises(IndexError, match=r"index outside -4\.\.3"):
+        call(2**64 - 1)
+
+
+@pytest.mark.parametrize("step", [1, 10**8])
+def test_constant_index_that_the_init_chain_changes_is_compared_each_time(step: int) -> None:
+    # Slots: index, table, what the scan goes over, the step by which the index grows, the buffer.
+    index, table, rounds, grown, buffer, out, sliced, taken = map(Tid, range(8))
+    body = [
+        make_node("TakeNode", x=table, index=index, axis=0, out=taken),
+        make_node("AddNode", a=index, b=grown, out=index),
+    ]
+    init = [
+        make_node(
+            "ScanNode", originals=[rounds], sliced=[sliced], outputs=[taken], carry=[], body_chain_idx=2, scan_axis=0
+        ),
+        make_node("IdCopyNode", x=taken, out=buffer),
+    ]
+    shapes = (("int32", 1), ("float32", 4), ("float32", 3), ("int32", 1))
+    graph = assembled(
+        [[make_node("IdCopyNode", x=buffer, out=out)], init, body], [], [out], [described([n], d) for d, n in shapes]
+    )
+    graph.num_mutable_buffer_tensors, graph.num_temp_tensors = 1, graph.num_temp_tensors - 1
+    graph.mutable_buffer_map = [slot_variant(buffer)]
+    graph.tensor_meta.append(described([3, 1], "float32"))
+    graph.init_chain_idx = 1
+    numbers = [mx.array([0]), mx.array([1.0, 2.0, 3.0, 4.0]), mx.zeros(3), mx.array([step])]
+    if step == 1:
+        (got,) = CompiledProgram(graph, dict(enumerate(numbers)))([])
+        assert got.tolist() == [[1.0], [2.0], [3.0]]
+    else:
+        with pytest.raises(IndexError, match=r"index outside -4\.\.3"):
+            CompiledProgram(graph, dict(enumerate(numbers)))
 
 
 def test_computed_index_past_the_end_is_an_error_of_the_call_and_the_next_one_runs() -> None:

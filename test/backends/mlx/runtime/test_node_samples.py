@@ -23,7 +23,7 @@ from executorch_mlx.backends.mlx.program import (
 )
 from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_CODES
 from executorch_mlx.backends.mlx.runtime.compile import CompiledProgram
-from oracles.hand_built import hand_built, slot_variant
+from oracles.hand_built import described, hand_built, slot_variant
 from oracles.sample_graphs import sample_graph
 from samples.nodes import SAMPLES, SIZES, TOLERANCE, Sample, code, dequantized, packed
 
@@ -114,6 +114,19 @@ def test_random_bits_are_spread_and_follow_from_their_seed(width: int) -> None:
 def test_random_bits_without_a_seed_differ_from_run_to_run() -> None:
     assert not torch.equal(random_bits([64], 4, None), random_bits([64], 4, None))
     assert random_bits([0, 3], 4, 1).shape == (0, 3)
+
+
+# -- constants ------------------------------------------------------------------
+
+
+def test_view_of_a_constant_in_an_input_s_slot_is_what_runs_after_it_read() -> None:
+    nodes = [
+        make_node("TransposeNode", x=Tid(0), out=Tid(1), perm=[1, 0]),
+        make_node("AddNode", a=Tid(1), b=Tid(1), out=Tid(2)),
+    ]
+    graph = hand_built([nodes], [Tid(1)], [Tid(2)], [described([2, 3], "float32")])
+    (got,) = CompiledProgram(graph, {0: mx.arange(6.0).reshape(2, 3)})([mx.zeros((1, 1))])
+    assert got.tolist() == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
 
 
 # -- mutable buffers ------------------------------------------------------------

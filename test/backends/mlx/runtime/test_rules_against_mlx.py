@@ -405,6 +405,8 @@ SHOWN_BY_A_RUN: list[tuple[str, dict[str, Any], list[tuple[int, ...]], list[int]
     ("SliceNode", {"x": "float32[2]", "axis": N, "start": 0, "stop": 1}, [(2,)], [1], "SliceNode: axis 1"),
     ("TakeNode", {"x": "float32[2]", "index": N}, [(2,)], [2], "index 2 of an axis of 2"),
     ("FullNode", {"shape": [2], "v": N, "scalar_type": 0}, [], [256], "filled with 256"),
+    ("MultiplyIntNode", {"a": N, "b": 2**40}, [], [2**40], "the result is 1208925819614629174706176"),
+    ("RandomBitsNode", {"shape": [N]}, [], [-2], "shape is -2"),
 ]
 
 
