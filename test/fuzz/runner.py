@@ -268,9 +268,7 @@ class _Trace:
                 self.mark(kind)
                 step(env)
                 self.mark(kind)
-                arrays = [env[place] for place in written if isinstance(env[place], self._mx.array)]
-                # What a scan stacks is compared with the limit after this, not evaluated yet.
-                self._mx.eval([array for array in arrays if array.nbytes <= _TENSOR_BYTES])
+                self._mx.eval([env[place] for place in written if isinstance(env[place], self._mx.array)])
                 self.kinds.add(kind)
                 foreseen = self.facts.results.get(id(node), [])
                 # Of a slot that it writes twice, the last result is left.

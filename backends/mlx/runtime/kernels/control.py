@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...program import Node
-from ..device import mx
+from ..device import MEMORY_BYTES, mx
 from .base import At, Env, Row, Step, get
 
 
@@ -39,11 +39,21 @@ def _scan(node: Node, at: At) -> Step:
             for instruction in body:
                 instruction(env)
             for result, slot in zip(results, outputs, strict=True):
+                _check_stack(env[slot], length)
                 result.append(env[slot])
         for result, slot in zip(results, outputs, strict=True):
             env[slot] = mx.stack(result, axis=axis)
 
     return step
+
+
+def _check_stack(array: mx.array, length: int) -> None:
+    """Refuse what a scan would stack once a round shows its size: the verifier may have known nothing of it."""
+    if array.nbytes * length > MEMORY_BYTES:
+        raise ValueError(
+            f"ScanNode: {length} results of {list(array.shape)} take {array.nbytes * length} bytes, there are"
+            f" {MEMORY_BYTES}"
+        )
 
 
 KERNELS: dict[str, Row] = {"IfNode": _if, "ScanNode": _scan}
