@@ -51,8 +51,7 @@ def _check_stack(array: mx.array, length: int) -> None:
     """Refuse what a scan would stack once a round shows its size: the verifier may have known nothing of it."""
     if array.nbytes * length > MEMORY_BYTES:
         raise ValueError(
-            f"ScanNode: {length} results of {list(array.shape)} take {array.nbytes * length} bytes, there are"
-            f" {MEMORY_BYTES}"
+            f"{length} results of {list(array.shape)} take {array.nbytes * length} bytes, there are {MEMORY_BYTES}"
         )
 
 

@@ -20,10 +20,9 @@ from executorch_mlx.backends.mlx.program.rules import RULES
 from executorch_mlx.backends.mlx.program.schema import FIELDS, NODE_KINDS
 from executorch_mlx.backends.mlx.program.types import TensorType, Type
 from executorch_mlx.backends.mlx.runtime import guard
-from executorch_mlx.backends.mlx.runtime.kernels import control
 from executorch_mlx.backends.mlx.runtime.compile import CompiledProgram
 from executorch_mlx.backends.mlx.runtime.device import dtype_name
-from executorch_mlx.backends.mlx.runtime.kernels import KERNELS
+from executorch_mlx.backends.mlx.runtime.kernels import KERNELS, control
 from oracles.hand_built import assembled, described, slot_variant
 from oracles.mutations import Described, Mutation, mutations, with_literals
 from oracles.sample_graphs import inferred, sample_graph
