@@ -34,7 +34,7 @@ def row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     if action.nargs == 0:
         value = ""
     elif action.choices:
-        value = f" {{{','.join(action.choices)}}}"
+        value = f" {{{','.join(map(str, action.choices))}}}"
     else:
         value = f" {action.metavar or action.dest.upper()}"
     flags = ", ".join(f"`{name}{value}`" for name in action.option_strings) or f"`{action.dest.upper()}`"

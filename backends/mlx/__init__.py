@@ -13,9 +13,10 @@ from .identity import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID
 if TYPE_CHECKING:
     from .partitioner import MLXPartitioner
     from .runtime.backend import BackendInfo, backend_info
-    from .runtime.loader import Method, Program, load_program
+    from .runtime.loader import CPU_WEIGHTS, Method, Program, load_program
 
 __all__ = [
+    "CPU_WEIGHTS",
     "PLUGIN_BACKEND_ID",
     "UPSTREAM_BACKEND_ID",
     "BackendInfo",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CPU_WEIGHTS": ".runtime.loader",
     "BackendInfo": ".runtime.backend",
     "MLXPartitioner": ".partitioner",
     "Method": ".runtime.loader",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
@@ -125,7 +128,10 @@ def keep_names(originals: Iterable[Node], copies: Iterable[Node]) -> None:
 
 def copy_program(program: ExportedProgram) -> ExportedProgram:
     """Return a copy whose graph, signature and table of constants may be changed; the tensors are shared."""
-    module = copy.deepcopy(program.graph_module)
+    with warnings.catch_warnings():
+        # torch's tree specs use what torch warns of.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        module = copy.deepcopy(program.graph_module)
     keep_names(program.graph.nodes, module.graph.nodes)
     module.recompile()
     return program._update(
@@ -135,9 +141,17 @@ def copy_program(program: ExportedProgram) -> ExportedProgram:
     )
 
 
+def has_subclasses(program: ExportedProgram) -> bool:
+    """Whether a graph takes tensors apart that are subclasses, such as torchao's: ``run_decompositions`` does it."""
+    return any(
+        isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "export"
+        for node in program.graph.nodes
+    )
+
+
 def is_functional(program: ExportedProgram) -> bool:
     """Whether a graph is made of plain operators that change none of their operands."""
-    return all(
+    return not has_subclasses(program) and all(
         not target._schema.is_mutable
         if isinstance(target, torch._ops.OpOverload)
         else getattr(target, "__module__", None) in ("_operator", "torch", "math")
@@ -155,6 +169,23 @@ def replace(program: ExportedProgram, old: Node, target: Any, args: tuple[Any, .
     program.graph_signature.replace_all_uses(old.name, new.name)
     graph.erase_node(old)
     return new
+
+
+def lift_constant(program: ExportedProgram, name: str, value: torch.Tensor) -> Node:
+    """Add a tensor constant to a program, under a name like the given one, and return its placeholder."""
+    graph = program.graph
+    taken = {*program.constants, *program.state_dict, *(node.name for node in graph.nodes)}
+    names = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(1)))
+    name = next(free for free in names if free not in taken)
+    first = next(node for node in graph.nodes if node.op == "placeholder")
+    with graph.inserting_before(first):
+        node = graph.placeholder(name)
+    fake_mode = next(n.meta["val"].fake_mode for n in graph.nodes if hasattr(n.meta.get("val"), "fake_mode"))
+    node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True)
+    specs = program.graph_signature.input_specs
+    specs.insert(0, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name=node.name), name, None))
+    program.constants[name] = value
+    return node
 
 
 def remove_dead_code(module: GraphModule) -> None:

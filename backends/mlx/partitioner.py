@@ -15,10 +15,11 @@ from executorch.exir.backend.canonical_partitioners.pattern_op_partitioner impor
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from .graph import copy_program
+from .graph import copy_program, has_subclasses, module_of
 from .identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
 from .lowering.rows import name_of, refusal
 from .outline import Outlined, is_outlined, outline
@@ -35,11 +36,13 @@ class NotDelegated:
     Attributes:
         operator: its name, such as "aten.topk.default".
         reason: why.
+        module: path of the module that it comes from, or "the model" where that is unknown.
         source: the line of the model it comes from, or "" where that is unknown.
     """
 
     operator: str
     reason: str
+    module: str
     source: str
 
 
@@ -74,7 +77,8 @@ class MLXPartitioner(Partitioner):
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """Spare ExecuTorch re-tracing the program a dozen times: fuse, and outline what is delegated whole."""
-        program = copy_program(exported_program)
+        has_parts = has_subclasses(exported_program)
+        program = exported_program.run_decompositions({}) if has_parts else copy_program(exported_program)
         for fuse in FUSIONS:
             fuse(program)
         if not self._outline or any(refusal(node) is not None for node in _calls(program)):
@@ -107,13 +111,17 @@ class MLXPartitioner(Partitioner):
                 node.meta["delegation_tag"] = tag
         if tags:
             _pull_in_sizes(exported_program)
+            _constants_as_buffers(exported_program)
             tag_constant_data(exported_program)
             _keep_returned_constants(exported_program)
         self.not_delegated = [
-            NotDelegated(name_of(node), reason, _source(node)) for node, reason in support.refusals.items()
+            NotDelegated(name_of(node), reason, module_of(node), _source(node))
+            for node, reason in support.refusals.items()
         ]
         for call in self.not_delegated:
-            logger.warning("not delegated to MLX: %s: %s %s", call.operator, call.reason, call.source)
+            logger.warning(
+                "not delegated to MLX: %s in %s: %s %s", call.operator, call.module, call.reason, call.source
+            )
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
 
 
@@ -143,6 +151,17 @@ def _pull_in_sizes(program: ExportedProgram) -> None:
             tags = {user.meta.get("delegation_tag") for user in node.users}
             if len(tags) == 1 and None not in tags:
                 node.meta["delegation_tag"] = tags.pop()
+
+
+def _constants_as_buffers(program: ExportedProgram) -> None:
+    """Make buffers of lifted constants.
+
+    What several delegates use ExecuTorch gives each user a copy of, all under one name in the signature. torch runs a
+    delegate that has two of a buffer or a parameter, but not of a constant.
+    """
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            spec.kind, spec.persistent = InputKind.BUFFER, False
 
 
 def _keep_returned_constants(program: ExportedProgram) -> None:

@@ -62,14 +62,15 @@ class Weights:
     """The weights of one lowering, by tensor: methods that share a tensor share its bytes and their digest."""
 
     def __init__(self) -> None:
-        # The tensors are kept, so that their ids stay theirs.
-        self._known: dict[int, tuple[torch.Tensor, TensorBytes]] = {}
+        # By where their bytes lie: views of a tensor have its bytes. The tensors are kept, so that these stay theirs.
+        self._known: dict[tuple[Any, ...], tuple[torch.Tensor, TensorBytes]] = {}
 
     def bytes_of(self, tensor: torch.Tensor) -> TensorBytes:
         """Return a tensor's bytes."""
-        known = self._known.get(id(tensor))
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.element_size())
+        known = self._known.get(key)
         if known is None:
-            known = self._known[id(tensor)] = (tensor, TensorBytes(tensor))
+            known = self._known[key] = (tensor, TensorBytes(tensor))
         return known[1]
 
     def digest(self, tensor: torch.Tensor) -> str:

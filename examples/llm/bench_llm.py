@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
         choices=("float32", "float16", "bfloat16"),
         help="with --config: dtype of weights and activations (default: %(default)s)",
     )
+    result.add_argument(
+        "--quantize", choices=("4w", "8w"), help="with --config: store weights in 4 or 8 bits (default: in --dtype)"
+    )
     for flag, default, text in (
         ("--batch-sizes", "1,2,4,8", "sequences side by side"),
         ("--prompt-tokens", "128", "tokens of each prompt"),
@@ -57,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--kv-dtype", choices=KV_DTYPES, default="float32", help="dtype of the KV cache (default: %(default)s)"
     )
+    flags.add_cpu_weights(result)
     result.add_argument("--turns", type=int, default=3, help="runs, after one to warm up (default: %(default)s)")
     result.add_argument("--output-dir", type=Path, help="folder for bench.csv, bench.json and the plot, bench.png")
     return result
@@ -111,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
             _export_random(options, folder, begin)
         flags.require_model(folder)
         begin("load the model")
-        model = LanguageModel(folder / MODEL_FILE)
+        model = LanguageModel(folder / MODEL_FILE, cpu_weights=options.cpu_weights)
         cases = _cases(options, model)
         model.prepare(greedy=True)
         results = measure(model, cases, options.turns, options.kv_dtype, begin)
@@ -190,7 +194,7 @@ def _export_random(options: argparse.Namespace, folder: Path, begin: Callable[[s
 
     begin("make random weights")
     model = random_model(options.config, getattr(torch, options.dtype))
-    export_model(model, folder, progress=begin)
+    export_model(model, folder, quantize=options.quantize, progress=begin)
 
 
 def _run(model: LanguageModel, case: Case, kv_dtype: str) -> tuple[float, float]:

@@ -11,20 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from . import smollm2
-
-# What attention through SDPA would drop, or compute for the whole step at once, without a trace in the exported graph.
-_REFUSED: tuple[tuple[str, Any, str], ...] = (
-    ("attn_logit_softcapping", None, "its attention scores are soft-capped, which SDPA does not do"),
-)
-_REFUSED_MODELS = {"gpt_oss": "its attention sinks are dropped by SDPA"}
-_REFUSED_ROPE = {
-    "dynamic": "it scales its frequencies by the longest position of a step, whose sequences then disturb each other",
-    "longrope": "it chooses its frequencies by the longest position of a step, whose sequences then disturb each other",
-}
-
-
-class UnsupportedModelError(ValueError):
-    """A model that cannot be exported; the message says why."""
+from .gguf_checkpoint import load_gguf
+from .supported import UnsupportedModelError, refuse_config
 
 
 @dataclass(frozen=True)
@@ -35,12 +23,13 @@ class Checkpoint:
     tokenizer: Any
 
 
-def load_checkpoint(source: str, dtype: torch.dtype) -> Checkpoint:
+def load_checkpoint(source: str, dtype: torch.dtype, *, keep_blocks: bool = True) -> Checkpoint:
     """Load a model.
 
     Args:
         source: "smollm2", a ``.gguf`` file, or a folder with a Hugging Face model.
         dtype: dtype of the weights.
+        keep_blocks: leave a ``.gguf`` file's quantized blocks as they are, where that can be; False expands them.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
@@ -58,13 +47,18 @@ def load_checkpoint(source: str, dtype: torch.dtype) -> Checkpoint:
     folder, options = where
     options |= {"local_files_only": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, **options
-        )
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
+        refuse_config(config)
+        model = load_gguf(path, config, dtype) if keep_blocks and "gguf_file" in options else None
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, **options
+            )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
+    except UnsupportedModelError:
+        raise
     except (ValueError, OSError, KeyError, UnpicklingError) as error:
         raise UnsupportedModelError(f"{source}: {error}") from error
-    refuse_unsupported(model.config)
     return Checkpoint(model.eval().requires_grad_(False), tokenizer)
 
 
@@ -80,23 +74,8 @@ def random_model(source: str, dtype: torch.dtype) -> PreTrainedModel:
     """
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        refuse_unsupported(config)
+        refuse_config(config)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     except (OSError, KeyError) as error:
         raise UnsupportedModelError(f"{source}: {error}") from error
     return model.eval().requires_grad_(False)
-
-
-def refuse_unsupported(config: Any) -> None:
-    """Raise UnsupportedModelError for a model whose attention changes silently when it is exported with SDPA."""
-    model_type = config.model_type
-    reasons = [reason for name, harmless, reason in _REFUSED if getattr(config, name, harmless) != harmless]
-    if model_type in _REFUSED_MODELS:
-        reasons.append(_REFUSED_MODELS[model_type])
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    # One set of parameters, or one per kind of layer.
-    for parameters in (rope, *rope.values()):
-        if isinstance(parameters, dict) and parameters.get("rope_type") in _REFUSED_ROPE:
-            reasons.append(_REFUSED_ROPE[parameters["rope_type"]])
-    if reasons:
-        raise UnsupportedModelError(f"model type {model_type!r} cannot be exported: {'; '.join(reasons)}")

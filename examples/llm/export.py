@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +16,19 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 
 from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID, MLXPartitioner
-from executorch_mlx.backends.mlx.partitioner import NotDelegated
-from executorch_mlx.backends.mlx.passes import AttentionLayer, argmax_output, rewrite_attention
+from executorch_mlx.backends.mlx.passes import AttentionLayer, argmax_output, quantize_weights, rewrite_attention
+from executorch_mlx.backends.mlx.program import Graph, read_payload
+from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_NAMES
+from executorch_mlx.backends.mlx.program.types import WIDTHS
 
 from .folder import MODEL_FILE
+from .report import Report
+from .supported import refuse_modules
 
 Progress = Callable[[str], None]
 
-
-@dataclass(frozen=True)
-class Report:
-    """What an export produced.
-
-    Attributes:
-        path: the program.
-        size_bytes: its size.
-        layers: the caches it needs, by layer id.
-        num_delegates: delegated subgraphs; one where everything runs on MLX.
-        not_delegated: calls left to ExecuTorch's own kernels, and why.
-        seconds: time per stage.
-    """
-
-    path: Path
-    size_bytes: int
-    layers: tuple[AttentionLayer, ...]
-    num_delegates: int
-    not_delegated: tuple[NotDelegated, ...]
-    seconds: dict[str, float]
+QUANTIZATIONS = {"4w": 4, "8w": 8}
+"""Bits of a weight, by the names that ``export_model`` knows."""
 
 
 class FlatCausalLM(torch.nn.Module):
@@ -71,25 +58,36 @@ def export_model(
     model: torch.nn.Module,
     output_dir: str | Path,
     *,
+    dtype: torch.dtype | None = None,
     max_context: int | None = None,
     max_step_tokens: int = 512,
+    quantize: str | None = None,
+    group_size: int = 64,
     backend_id: str = UPSTREAM_BACKEND_ID,
     progress: Progress = lambda stage: None,
 ) -> Report:
     """Export a Hugging Face causal language model.
 
     Args:
-        model: in evaluation mode, loaded with ``attn_implementation="sdpa"``, in the dtype to export.
+        model: in evaluation mode, loaded with ``attn_implementation="sdpa"``.
         output_dir: where ``model.pte`` is written.
+        dtype: dtype of weights and activations; None is the model's own. Another one converts the model itself.
         max_context: longest sequence; None takes the model's own limit.
         max_step_tokens: most tokens in one step (a prompt is fed in chunks of this size).
+        quantize: "4w" or "8w" stores the weights of linear layers and embeddings in 4 or 8 bits (see
+            ``passes.quantize_weights``); None leaves them as the model has them.
+        group_size: 32, 64 or 128 numbers of a row share a scale.
         backend_id: see ``MLXPartitioner``.
         progress: called with the name of each stage as it begins.
 
     Raises:
+        UnsupportedModelError: a module of the model would compute something else, and its name.
         AttentionNotRewritableError: an attention of the model cannot be served by a cache outside the program.
-        ValueError: a limit is out of range, or the model cannot be traced with a dynamic number of tokens.
+        ValueError: an argument is out of range, or the model cannot be traced with a dynamic number of tokens.
     """
+    if quantize is not None and quantize not in QUANTIZATIONS:
+        raise ValueError(f"quantize: expected one of {', '.join(QUANTIZATIONS)}, got {quantize!r}")
+    refuse_modules(model)
     config: Any = model.config
     trained_context = int(getattr(config, "max_position_embeddings", 0) or max_context or 0)
     context = max_context or trained_context
@@ -108,11 +106,17 @@ def export_model(
         yield
         seconds[name] = time.perf_counter() - start
 
-    with stage("trace"), torch.no_grad():
+    if dtype is not None:
+        _convert(model, dtype)
+    with stage("trace"), torch.no_grad(), _traceable(model):
         traced = _trace(model, step)
     with stage("rewrite attention"):
         rewritten = rewrite_attention(traced, position="position")
-    programs = {"forward": rewritten.program, "forward_greedy": argmax_output(rewritten.program)}
+    forward = rewritten.program
+    if quantize is not None:
+        with stage("quantize"):
+            forward = quantize_weights(forward, QUANTIZATIONS[quantize], group_size)
+    programs = {"forward": forward, "forward_greedy": argmax_output(forward)}
     partitioners = {name: MLXPartitioner(backend_id=backend_id) for name in programs}
     with stage("lower"):
         lowered = to_edge_transform_and_lower(
@@ -135,15 +139,53 @@ def export_model(
         with part.open("wb") as file:
             program.write_to_file(file)
         part.replace(path)
-    delegates = [node for node in lowered.exported_program("forward").graph.nodes if node.op == "get_attr"]
+    graphs = _delegates(lowered.exported_program("forward"))
     return Report(
+        model=type(model).__name__,
         path=path,
         size_bytes=path.stat().st_size,
         layers=rewritten.layers,
-        num_delegates=len(delegates),
+        num_delegates=len(graphs),
+        num_nodes=sum(len(chain.instructions) for graph in graphs for chain in graph.instruction_chains),
+        weights=_weights(graphs),
         not_delegated=tuple(partitioners["forward"].not_delegated),
         seconds=seconds,
     )
+
+
+def _convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Convert what a checkpoint holds: ``model.to`` would also round tables that are computed, such as frequencies."""
+    stored = model.state_dict(keep_vars=True)
+    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+        if name in stored and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+
+
+@contextmanager
+def _traceable(model: Any) -> Iterator[None]:
+    """Let experts compute as a product over chosen weights: a loop over those that a step needs has no graph."""
+    before = model.get_experts_implementation()
+    model.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+def _delegates(program: ExportedProgram) -> list[Graph]:
+    lowered = [getattr(program.graph_module, node.target) for node in program.graph.nodes if node.op == "get_attr"]
+    return [read_payload(module.processed_bytes) for module in lowered]
+
+
+def _weights(graphs: list[Graph]) -> dict[str, int]:
+    """Return the bytes of constants by dtype."""
+    sizes: Counter[str] = Counter()
+    for graph in graphs:
+        for meta in graph.tensor_meta[: graph.num_constant_tensors]:
+            if meta is not None:
+                name = SCALAR_TYPE_NAMES[meta.scalar_type]
+                sizes[name] += math.prod(dim.value for dim in meta.shape) * WIDTHS[name]
+    return dict(sizes)
 
 
 def _trace(model: torch.nn.Module, step: int) -> ExportedProgram:

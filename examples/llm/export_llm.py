@@ -11,7 +11,7 @@ from executorch_mlx.backends.mlx.identity import BACKEND_IDS, UPSTREAM_BACKEND_I
 
 from . import command
 from .checkpoint import load_checkpoint
-from .export import Report, export_model
+from .export import QUANTIZATIONS, export_model
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +31,20 @@ def parser() -> argparse.ArgumentParser:
         "--dtype",
         default="float32",
         choices=("float32", "float16", "bfloat16"),
-        help="dtype of weights and activations (default: %(default)s, the fastest on a CPU)",
+        help="dtype of activations, and of weights that are not quantized (default: %(default)s, the fastest on a CPU)",
+    )
+    result.add_argument(
+        "--quantize",
+        choices=("none", *QUANTIZATIONS),
+        help="4w, 8w: store the weights of linear layers and embeddings in 4 or 8 bits, rounded to nearest; none: store"
+        " all weights in --dtype (default: as the model has them, which keeps a GGUF file's blocks)",
+    )
+    result.add_argument(
+        "--group-size",
+        type=int,
+        default=64,
+        choices=(32, 64, 128),
+        help="numbers of a row that share a scale, with --quantize 4w or 8w (default: %(default)s)",
     )
     result.add_argument("--max-context", type=int, help="longest sequence in tokens (default: the model's own limit)")
     result.add_argument(
@@ -46,6 +59,11 @@ def parser() -> argparse.ArgumentParser:
         choices=BACKEND_IDS,
         help="delegate id in the program (default: %(default)s, which ExecuTorch's runtime on Apple silicon also runs)",
     )
+    result.add_argument(
+        "--report",
+        action="store_true",
+        help="print all there is to say: instructions, weights, caches, and what is not delegated, where and why",
+    )
     return result
 
 
@@ -54,29 +72,21 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     with command.stages() as begin:
         begin("load the model")
-        checkpoint = load_checkpoint(options.model, getattr(torch, options.dtype))
+        checkpoint = load_checkpoint(options.model, getattr(torch, options.dtype), keep_blocks=options.quantize is None)
         report = export_model(
             checkpoint.model,
             options.output_dir,
             max_context=options.max_context,
             max_step_tokens=options.max_step_tokens,
+            quantize=options.quantize if options.quantize in QUANTIZATIONS else None,
+            group_size=options.group_size,
             backend_id=options.backend_id,
             progress=begin,
         )
         checkpoint.tokenizer.save_pretrained(options.output_dir)
         if checkpoint.model.generation_config is not None:
             checkpoint.model.generation_config.save_pretrained(options.output_dir)
-    _print(report)
-
-
-def _print(report: Report) -> None:
-    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
-    windows = sum(layer.window is not None for layer in report.layers)
-    print(f"{report.path}: {report.size_bytes / 1e6:.0f} MB, {report.num_delegates} MLX delegate(s)")
-    print(f"KV caches: {len(report.layers)}, of which {windows} with a sliding window")
-    print(f"time: {stages}")
-    for call in report.not_delegated:
-        print(f"not delegated: {call.operator}: {call.reason} {call.source}")
+    print("\n".join(report.details() if options.report else report.summary()))
 
 
 if __name__ == "__main__":

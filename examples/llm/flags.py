@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from executorch_mlx.backends.mlx import UPSTREAM_BACKEND_ID
+from executorch_mlx.backends.mlx import CPU_WEIGHTS, UPSTREAM_BACKEND_ID
 from executorch_mlx.extension.llm.cache import BatchControl, CacheConfig, LayerConfig, build
 from executorch_mlx.extension.llm.cache.config import KV_DTYPES
 
@@ -13,6 +13,17 @@ from executorch_mlx.extension.llm.cache.config import KV_DTYPES
 def add_model(parser: argparse._ActionsContainer, *, required: bool = True) -> None:
     """Add the folder of an exported model."""
     parser.add_argument("--model-dir", required=required, type=Path, help="folder written by export_llm")
+
+
+def add_cpu_weights(parser: argparse.ArgumentParser) -> None:
+    """Add how quantized weights lie in memory."""
+    parser.add_argument(
+        "--cpu-weights",
+        choices=CPU_WEIGHTS,
+        default="float32",
+        help="of quantized weights on a CPU, where products with them are slow; float32: expand them when the model is"
+        " loaded, to 4 bytes per number; stored: leave them as they are (default: %(default)s)",
+    )
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

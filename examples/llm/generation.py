@@ -55,14 +55,18 @@ class LanguageModel:
         vocab_size: tokens are from 0 on, below it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, cpu_weights: str = "stored") -> None:
         """Load a program; its methods are loaded when they are first used, and share their weights.
+
+        Args:
+            path: the program.
+            cpu_weights: see ``load_program``.
 
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: no program of a language model.
         """
-        self._program = load_program(path)
+        self._program = load_program(path, cpu_weights=cpu_weights)
         self._greedy_method = "forward_greedy" if "forward_greedy" in self._program.method_names else "forward"
         constants = self._program.constants()
         wanted = ("get_kv_heads", "get_head_dims", "get_windows", *_LIMITS)

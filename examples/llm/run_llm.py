@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
         description="Answer prompts with an exported language model, one after the other, or hold a conversation.",
     )
     flags.add_model(result)
+    flags.add_cpu_weights(result)
     result.add_argument(
         "--prompt",
         default=[],
@@ -78,7 +79,7 @@ class _Runner:
         # Prompts that cannot be encoded are refused before the model is loaded.
         self._prompts = [self._encode(prompt) for prompt in options.prompt]
         with command.console.status("load the model"):
-            self._model = LanguageModel(options.model_dir / MODEL_FILE)
+            self._model = LanguageModel(options.model_dir / MODEL_FILE, cpu_weights=options.cpu_weights)
 
     def answer_each(self) -> None:
         """Answer unrelated prompts, each with a cache of its own."""

@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
         " order, each as soon as those before it are complete.",
     )
     flags.add_model(result)
+    flags.add_cpu_weights(result)
     result.add_argument("--prompt", default=[], action="append", help="what to answer; give it again for more prompts")
     result.add_argument(
         "--prompts",
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     flags.require_batched(options.cache_kind)
     tokenizer = Tokenizer(options.model_dir)
     requests = [prompt.request(vars(options), tokenizer) for prompt in prompts]
-    model = LanguageModel(options.model_dir / MODEL_FILE)
+    model = LanguageModel(options.model_dir / MODEL_FILE, cpu_weights=options.cpu_weights)
     prefixes = _system_prefixes(prompts, requests, options, tokenizer)
     cache = model.new_cache(
         options.kv_capacity or _needed_capacity(model, requests, prefixes, options.max_seqs),

@@ -61,6 +61,7 @@ class GraphBuilder:
         self._counts = [0, 0, 0, 0]
         self._num_values = 0
         self._slots: dict[Node, Any] = {}
+        self._targets: dict[Node, str] = {}
         self._instructions: list[Any] = []
         self._constants: dict[str, tuple[Tid, torch.Tensor]] = {}
         self._scalars: dict[str, Tid] = {}
@@ -75,10 +76,23 @@ class GraphBuilder:
     def read(self, node: Any) -> Any:
         """Return the slot of a node; a literal as it is, a list item by item."""
         if isinstance(node, Node):
+            if node not in self._slots:
+                self._slots[node] = self.constant(node)
             return self._slots[node]
         if isinstance(node, (list, tuple)):
             return [self.read(item) for item in node]
         return node
+
+    def stored(self, node: Node) -> torch.Tensor:
+        """Return a parameter, buffer or constant of the program."""
+        target = self._targets[node]
+        stored = self._program.state_dict if target in self._program.state_dict else self._program.constants
+        tensor: torch.Tensor = stored[target]
+        return tensor
+
+    def constant(self, node: Node, tensor: torch.Tensor | None = None) -> Tid:
+        """Return the slot of a parameter, buffer or constant of the program, or of a tensor made of it."""
+        return self._constant(self._targets[node], self.stored(node) if tensor is None else tensor)
 
     def write(self, node: Node) -> Any:
         """Return a new slot for a node's result: a ``Tid``, a ``Vid``, or a list for several results."""
@@ -110,6 +124,12 @@ class GraphBuilder:
     def emit(self, kind: str, **fields: Any) -> None:
         """Append an instruction."""
         self._instructions.append(make_node(kind, **fields))
+
+    def compute(self, kind: str, **fields: Any) -> Tid:
+        """Append an instruction whose result is an intermediate tensor, and return the slot of that."""
+        out = self.temp()
+        self.emit(kind, out=out, **fields)
+        return out
 
     def scalar(self, value: float | bool, dtype: torch.dtype) -> Tid:
         """Return a constant without dimensions; equal ones are stored once."""
@@ -182,10 +202,8 @@ class GraphBuilder:
             spec = specs[node.name]
             if spec.kind is InputKind.USER_INPUT:
                 self._declare_input(node)
-            elif node.users:
-                target = spec.target
-                stored = program.state_dict if target in program.state_dict else program.constants
-                self._slots[node] = self._constant(str(target), stored[target])
+            else:
+                self._targets[node] = str(spec.target)
 
     def _declare_input(self, node: Node) -> None:
         slot: Tid | Vid
@@ -210,7 +228,7 @@ class GraphBuilder:
         results = output.args[0]
         slots: list[Tid | Vid] = []
         for result in results:
-            slot = self._slots[result]
+            slot = self.read(result)
             if isinstance(slot, Tid) and (slot.idx // _SPACE != _OUTPUT or slot in slots):
                 copy = self._new_tensor(_OUTPUT)
                 self._meta[copy] = _tensor_meta(result.meta["val"])

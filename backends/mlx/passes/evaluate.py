@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from ..graph import target_of
+from ..graph import target_of, through_casts
 
 
 class NotEvaluableError(ValueError):
@@ -37,6 +37,8 @@ def evaluate(
     node: Node,
     feeds: Mapping[str, Any],
     integers: Callable[[int], int] = lambda value: value,
+    *,
+    casts: bool = True,
 ) -> Any:
     """Compute one node.
 
@@ -44,6 +46,7 @@ def evaluate(
         node: what to compute.
         feeds: a value per placeholder name; constants included.
         integers: applied to every literal whole number of every call, and to whole constants of one element.
+        casts: whether floats are cast to other floats.
 
     Raises:
         NotEvaluableError: the node depends on a placeholder without a value.
@@ -70,6 +73,8 @@ def evaluate(
                 continue
             if current.op == "placeholder":
                 known[current] = _fed(current.name, feeds, integers)
+            elif not casts and through_casts(current) is not current:
+                known[current] = known[through_casts(current)]
             elif current.op == "call_function":
                 args = map_aggregate(current.args, literal)
                 kwargs = map_aggregate(current.kwargs, literal)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
 from . import delegate
-from .device import BLAS, CLOSING, LOCK, mx
+from .device import BLAS, CLOSING, LOCK, is_cpu
 
 _SUPPORTED_EXECUTORCH = (1, 5)
 _ALREADY_REGISTERED = 0x16
@@ -96,7 +96,7 @@ class BackendInfo:
 def backend_info() -> BackendInfo:
     """Describe the delegate as it is registered in this process."""
     return BackendInfo(
-        device="gpu" if mx.default_device().type == mx.gpu else "cpu",
+        device="cpu" if is_cpu() else "gpu",
         blas=BLAS,
         backend_ids=HELD_BACKEND_IDS,
         mlx_version=version("mlx"),

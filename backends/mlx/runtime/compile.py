@@ -10,11 +10,14 @@ from ..program import Facts, Graph, Node, ProgramError, Tid, Vid, verify_graph
 from ..program.dtypes import SCALAR_TYPE_NAMES
 from ..program.verify import static_shape
 from .device import DTYPES, MEMORY_BYTES, mx
+from .expand import Expansion
 from .guard import guarded
 from .kernels import KERNELS, At, Step, StepState, check_extent
+from .kernels.products import expanded_product
 
-# Views of a constant that are worth making once instead of in each run: a linear layer's transposed weight.
-_FOLDED = ("TransposeNode",)
+# What is worth making of a constant once instead of in each run: a linear layer's transposed weight, scales that are
+# stored in half precision.
+_FOLDED = ("AsTypeNode", "TransposeNode")
 
 # Instructions that hand their operand's numbers on.
 _SAME_NUMBERS = frozenset(
@@ -44,6 +47,7 @@ class CompiledProgram:
         facts: Facts | None = None,
         *,
         allow_kernels: bool = False,
+        expansion: Expansion | None = None,
     ) -> None:
         """Compile.
 
@@ -52,6 +56,7 @@ class CompiledProgram:
             constants: an array per constant tensor slot.
             facts: what ``verify_graph`` said of it; by default it is asked.
             allow_kernels: whether kernels run whose source comes with the program.
+            expansion: its quantized weights in float32, where they are to be.
 
         Raises:
             ProgramError: a graph that cannot be run, or an instruction that this runtime does not know.
@@ -61,20 +66,23 @@ class CompiledProgram:
         check_supported(graph, allow_kernels=allow_kernels)
         nodes = graph.instruction_chains[graph.main_chain_idx].instructions
         every = [node for chain in graph.instruction_chains for node in chain.instructions]
+        unused: frozenset[int] = frozenset() if expansion is None else expansion.unused
         self.uses_cache = any(node.kind == "UpdateAndAttendNode" for node in every)
 
         def compiled(node: Node, at: At) -> Step:
-            step = KERNELS[node.kind](node, at)
+            factor = None if expansion is None else expansion.factors.get(id(node))
+            step = KERNELS[node.kind](node, at) if factor is None else expanded_product(node, at, *factor)
             return guarded(step, node, at) if id(node) in facts.open else step
 
         def compiled_chain(index: int, at: At) -> list[Step]:
-            return [compiled(node, at) for node in graph.instruction_chains[index].instructions]
+            chain = graph.instruction_chains[index].instructions
+            return [compiled(node, at) for node in chain if id(node) not in unused]
 
         known = _known(graph, every)
         at = At(graph.num_tensors, known, graph.num_constant_tensors, compiled_chain)
         # The last entry is the run's StepState.
         self._initial: list[Any] = [None] * (graph.num_tensors + graph.num_values + 1)
-        for index, array in constants.items():
+        for index, array in (constants if expansion is None else expansion.constants).items():
             self._initial[index] = array
         self._buffers = graph.buffer_tensors
         for index in self._buffers:
@@ -89,10 +97,10 @@ class CompiledProgram:
             _check_extents(state.extents)
         self._written: dict[int, mx.array] = {}
         self._extents: list[tuple[mx.array, mx.array, int, int]] = []
-        folded = _folded_nodes(graph, nodes, every)
+        folded = _folded_nodes(graph, [node for node in nodes if id(node) not in unused], every)
         for node in folded:
             compiled(node, at)(self._initial)
-        skip = {id(node) for node in folded}
+        skip = unused | {id(node) for node in folded}
         self._steps = [compiled(node, at) for node in nodes if id(node) not in skip]
         self._inputs = [at(entry.slot) for entry in graph.input_map]
         self._outputs = [at(entry.slot) for entry in graph.output_map]

@@ -25,6 +25,7 @@ from ..program.verify import static_shape
 from .caches import MLXCache
 from .compile import CompiledProgram, check_supported
 from .device import DTYPES, MEMORY_BYTES, STREAM, dtype_name, exclusive, mx
+from .expand import expand
 
 logger = logging.getLogger("executorch_mlx")
 
@@ -37,9 +38,10 @@ _DELEGATE_INVALID_COMPATIBILITY = 0x30
 
 @dataclass
 class Loading:
-    """One program's delegates as they are loaded, the constants they share, and whether their own kernels may run."""
+    """One program's delegates as they are loaded, the constants they share, and how they are to run."""
 
     allow_kernels: bool = False
+    expand_weights: bool = False
     delegates: list[Delegate] = field(default_factory=list)
     constants: WeakValueDictionary[tuple[Any, ...], mx.array] = field(default_factory=WeakValueDictionary)
 
@@ -87,8 +89,15 @@ class Delegate:
         check_supported(graph, allow_kernels=shared.allow_kernels)
         with exclusive(), mx.stream(STREAM):
             constants = _import_constants(graph, named_data, shared)
+            expansion = expand(graph, constants, shared.constants) if shared.expand_weights else None
             try:
-                self.program = CompiledProgram(graph, constants, facts, allow_kernels=shared.allow_kernels)
+                self.program = CompiledProgram(
+                    graph,
+                    constants,
+                    facts,
+                    allow_kernels=shared.allow_kernels,
+                    expansion=expansion,
+                )
             except (IndexError, TypeError, ValueError) as error:
                 raise ProgramError(f"an instruction cannot be compiled: {error}") from error
         self._key_at_load = active_key()

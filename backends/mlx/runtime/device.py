@@ -25,6 +25,7 @@ __all__ = [
     "STREAM",
     "dtype_name",
     "exclusive",
+    "is_cpu",
     "is_outermost",
     "mx",
 ]
@@ -38,8 +39,14 @@ CLOSING = threading.Event()
 # What the machine has, or the GPU if that says so: no single tensor can be larger.
 MEMORY_BYTES = int(mx.device_info().get("memory_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
+
+def is_cpu() -> bool:
+    """Whether MLX computes on a CPU."""
+    return bool(mx.default_device().type == mx.cpu)
+
+
 # What MLX multiplies matrices with on the CPU; none on a GPU.
-BLAS = install_blas() if mx.default_device().type == mx.cpu else ""
+BLAS = install_blas() if is_cpu() else ""
 
 _held = threading.local()
 

@@ -17,8 +17,11 @@ from ..identity import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID
 from ..program.dtypes import SCALAR_TYPE_NAMES as _SCALAR_TYPES
 from .backend import HELD_BACKEND_IDS
 from .delegate import Delegate, Loading, current_loading, managed_calls, take_error
-from .device import exclusive
+from .device import exclusive, is_cpu
 from .pte import HEAD_BYTES, check_length, retag
+
+CPU_WEIGHTS = ("stored", "float32")
+"""How a program's quantized weights lie in a CPU's memory."""
 
 _OLDEST_TORCH = (2, 13)
 
@@ -91,13 +94,13 @@ class Method:
 class Program:
     """A loaded program; as ``executorch.runtime.Program``."""
 
-    def __init__(self, program: Any, data: bytes | None, *, allow_kernels: bool = False) -> None:
+    def __init__(self, program: Any, data: bytes | None, loading: Loading) -> None:
         self._program = program
         self._data = data  # a program from bytes points into them
         self._names = {program.get_method_name(index) for index in range(program.num_methods())}
         self._methods: dict[str, Method] = {}
         # Kept by the program, so that methods loaded one after the other share constants.
-        self._loading = Loading(allow_kernels=allow_kernels)
+        self._loading = loading
 
     @property
     def method_names(self) -> set[str]:
@@ -147,7 +150,9 @@ class Program:
             raise ValueError(f"the program has no method {name!r}; it has {', '.join(sorted(self._names))}")
 
 
-def load_program(source: str | Path | bytes, *, native: bool = False, allow_kernels: bool = False) -> Program:
+def load_program(
+    source: str | Path | bytes, *, native: bool = False, allow_kernels: bool = False, cpu_weights: str = "stored"
+) -> Program:
     """Load an ExecuTorch program.
 
     Args:
@@ -156,12 +161,16 @@ def load_program(source: str | Path | bytes, *, native: bool = False, allow_kern
             in Apple's wheel. By default this package runs them, whoever holds the id.
         allow_kernels: run kernels whose Metal source comes with the program, where there is Metal. Such a kernel reads
             and writes the GPU's memory as it likes: allow it for programs that you made.
+        cpu_weights: "stored", or "float32": on a CPU, where MLX multiplies with quantized weights slowly, expand them
+            as they are loaded, to four bytes per number. On a GPU there is no difference.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: not an ExecuTorch program, or a truncated one.
+        ValueError: not an ExecuTorch program, or a truncated one; or ``cpu_weights`` is something else.
         RuntimeError: ExecuTorch cannot load it.
     """
+    if cpu_weights not in CPU_WEIGHTS:
+        raise ValueError(f"cpu_weights: expected one of {', '.join(CPU_WEIGHTS)}, got {cpu_weights!r}")
     if isinstance(source, (str, Path)):
         path = Path(source)
         with path.open("rb") as file:
@@ -178,9 +187,10 @@ def load_program(source: str | Path | bytes, *, native: bool = False, allow_kern
         "program_verification": _C.Verification.InternalConsistency,
         "data_path": None,
     }
+    loading = Loading(allow_kernels=allow_kernels, expand_weights=cpu_weights == "float32" and is_cpu())
     if isinstance(source, (str, Path)):
-        return Program(_C._load_program(str(source), **options), None, allow_kernels=allow_kernels)
-    return Program(_C._load_program_from_buffer(source, **options), source, allow_kernels=allow_kernels)
+        return Program(_C._load_program(str(source), **options), None, loading)
+    return Program(_C._load_program_from_buffer(source, **options), source, loading)
 
 
 def _check_contiguous(inputs: Sequence[Any]) -> None:

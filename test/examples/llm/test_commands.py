@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, Gemma2Config, GptOssConfig, LlamaConfig,
 
 from executorch_mlx.backends.mlx.passes import AttentionNotRewritableError
 from executorch_mlx.examples.llm import command, export_llm, run_llm, smollm2
-from executorch_mlx.examples.llm.checkpoint import UnsupportedModelError, refuse_unsupported
 from executorch_mlx.examples.llm.export import export_model
 from executorch_mlx.examples.llm.folder import MODEL_FILE
+from executorch_mlx.examples.llm.supported import UnsupportedModelError, refuse_config
 from executorch_mlx.examples.llm.tokenizer import Tokenizer
 
 
@@ -268,7 +268,7 @@ def test_export_llm_unknown_model_is_one_error(tmp_path: Path) -> None:
 )
 def test_models_that_sdpa_would_change_silently_are_refused(config: Any, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
-        refuse_unsupported(config)
+        refuse_config(config)
 
 
 def test_export_of_eager_attention_is_refused_with_the_module(tiny: Any, tmp_path: Path) -> None:

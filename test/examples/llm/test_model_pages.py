@@ -1,4 +1,4 @@
-"""The pages whose Python needs an exported SmolLM2: it runs, and prints what its comments say."""
+"""The pages that export or run a language model in Python: it runs, and prints what its comments say."""
 
 from __future__ import annotations
 
@@ -21,9 +21,17 @@ _EXPECTED = re.compile(r"^(?: *print\(.*\)  )?# (.*?)(?:: .*)?$", re.MULTILINE)
 def test_page_prints_what_it_says(smollm2: Any, tmp_path: Path, page: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "smollm2").symlink_to(smollm2.folder)
+    check(page, tmp_path)
+
+
+def test_plain_torch_page_prints_what_it_says(tmp_path: Path) -> None:
+    check("docs/plain-torch.md", tmp_path)
+
+
+def check(page: str, folder: Path) -> None:
     code = "\n".join(_BLOCK.findall((ROOT / page).read_text()))
     expected = _EXPECTED.findall(code)
     assert expected
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == expected

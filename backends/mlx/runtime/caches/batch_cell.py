@@ -10,7 +10,7 @@ from executorch_mlx.extension.llm.cache.batch_cell import BatchCellCache
 from executorch_mlx.extension.llm.cache.config import CacheConfig
 from executorch_mlx.extension.llm.cache.plan import CellPlan, Mask, RowGroup
 
-from ..device import mx
+from ..device import is_cpu, mx
 from .base import MLXCache
 from .pools import Pair, Pools, read
 
@@ -24,7 +24,7 @@ class MLXBatchCellCache(BatchCellCache, MLXCache[CellPlan]):
     in use are read behind a mask, in one call for neighbouring rows.
     """
 
-    gathers = mx.default_device().type == mx.cpu
+    gathers = is_cpu()
 
     def __init__(self, config: CacheConfig) -> None:
         super().__init__(config)

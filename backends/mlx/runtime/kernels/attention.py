@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ...program import Node
-from ..device import mx
+from ..device import is_cpu, mx
 from .base import HALVES, At, Env, Row, Step, dtype_of, get
 from .state import StepState
 
@@ -55,7 +55,7 @@ def _rope(node: Node, at: At) -> Step:
         env[out] = state.rotation(dims, base, scale, array.shape[2], offset(env), table).apply(array)
 
     # On the CPU MLX has no fused kernel: its own composition computes each angle anew in every layer.
-    is_composed = mx.default_device().type == mx.cpu and not traditional
+    is_composed = is_cpu() and not traditional
     return composed if is_composed else fused
 
 
@@ -63,7 +63,7 @@ def _sdpa(node: Node, at: At) -> Step:
     q, k, v, out, scale = at(node.q), at(node.k), at(node.v), at(node.out), node.scale
     mask = get(node.mask, at)
     is_causal = bool(node.causal)
-    is_on_cpu = mx.default_device().type == mx.cpu
+    is_on_cpu = is_cpu()
 
     def attended(env: Env, mask: mx.array | str | None) -> mx.array:
         operands = env[q], env[k], env[v]

@@ -8,8 +8,11 @@ from functools import partial
 from typing import Any
 
 from ...program import Node, Tid
-from ..device import mx
+from ..device import is_cpu, mx
 from .base import HALVES, At, Env, Row, Step, dtype_of, get, indices
+
+# From so many rows on MLX's CPU is faster with a weight in floats, made for one product, than with a quantized one.
+_MANY_ROWS = 16
 
 
 def _addmm(node: Node, at: At) -> Step:
@@ -120,7 +123,7 @@ def _gather_mm(node: Node, at: At) -> Step:
     a, b, out = at(node.a), at(node.b), at(node.out)
     left, right, is_sorted = _chosen(node.lhs_indices, at), _chosen(node.rhs_indices, at), _sorted_flag(node, at)
     # MLX's kernel for CPUs takes float32 only.
-    is_widened = mx.default_device().type == mx.cpu
+    is_widened = is_cpu()
 
     def step(env: Env) -> None:
         first, second = env[a], env[b]
@@ -152,7 +155,7 @@ def _quantization(node: Node) -> dict[str, Any]:
 
 def _in_float32_on_cpu(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """A product with quantized weights; MLX's kernel for CPUs adds halves up in halves, which end at 256 or 2,048."""
-    if mx.default_device().type != mx.cpu:
+    if not is_cpu():
         return function
 
     def run(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, *rest: Any, **how: Any) -> mx.array:
@@ -169,6 +172,26 @@ def _in_float32_on_cpu(function: Callable[..., mx.array]) -> Callable[..., mx.ar
     return run
 
 
+def _multiplied(
+    x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, *, is_on_cpu: bool, transpose: bool, **how: Any
+) -> mx.array:
+    if not is_on_cpu or x.size < _MANY_ROWS * x.shape[-1] or biases is None:
+        return mx.quantized_matmul(x, w, scales, biases, transpose=transpose, **how)
+    weight = mx.dequantize(w, scales, biases, **how)
+    return x @ (weight.swapaxes(-1, -2) if transpose else weight)
+
+
+def expanded_product(node: Node, at: At, weight: mx.array, dtype: mx.Dtype) -> Step:
+    """Return the step of a quantized product whose weight is there in float32, and whose parameters had a dtype."""
+    x, out = at(node.x), at(node.out)
+
+    def step(env: Env) -> None:
+        array = env[x]
+        env[out] = (array.astype(mx.float32) @ weight).astype(mx.result_type(array, dtype))
+
+    return step
+
+
 def _sorted_flag(node: Node, at: At) -> Callable[[Env], bool]:
     """Return whether the indices ascend: a later version of the format says so by a value."""
     flag = get(node.sorted_indices if node.sorted_indices_flag is None else node.sorted_indices_flag, at)
@@ -177,7 +200,10 @@ def _sorted_flag(node: Node, at: At) -> Callable[[Env], bool]:
 
 def _quantized_matmul(node: Node, at: At) -> Step:
     x, w, scales, out = at(node.x), at(node.w), at(node.scales), at(node.out)
-    biases, run = get(node.biases, at), _in_float32_on_cpu(partial(mx.quantized_matmul, **_quantization(node)))
+    biases, run = (
+        get(node.biases, at),
+        _in_float32_on_cpu(partial(_multiplied, is_on_cpu=is_cpu(), **_quantization(node))),
+    )
 
     def step(env: Env) -> None:
         env[out] = run(env[x], env[w], env[scales], biases(env))
