@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from executorch_mlx.backends.mlx.pages import release_pages
 
 from . import smollm2
 from .gguf_checkpoint import load_gguf
@@ -23,13 +26,13 @@ class Checkpoint:
     tokenizer: Any
 
 
-def load_checkpoint(source: str, dtype: torch.dtype, *, keep_blocks: bool = True) -> Checkpoint:
+def load_checkpoint(source: str, dtype: torch.dtype, *, keep_blocks: bool = False) -> Checkpoint:
     """Load a model.
 
     Args:
         source: "smollm2", a ``.gguf`` file, or a folder with a Hugging Face model.
         dtype: dtype of the weights.
-        keep_blocks: leave a ``.gguf`` file's quantized blocks as they are, where that can be; False expands them.
+        keep_blocks: leave a ``.gguf`` file's quantized blocks as they are, where that can be; else they are expanded.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
@@ -51,15 +54,35 @@ def load_checkpoint(source: str, dtype: torch.dtype, *, keep_blocks: bool = True
         refuse_config(config)
         model = load_gguf(path, config, dtype) if keep_blocks and "gguf_file" in options else None
         if model is None:
+            # As they are stored, weights lie in the mapped files until they are converted, one after the other.
             model = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False, **options
+                folder, config=config, dtype="auto", attn_implementation="sdpa", trust_remote_code=False, **options
             )
+            convert(model, dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
     except UnsupportedModelError:
         raise
     except (ValueError, OSError, KeyError, UnpicklingError) as error:
         raise UnsupportedModelError(f"{source}: {error}") from error
     return Checkpoint(model.eval().requires_grad_(False), tokenizer)
+
+
+def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert a model's weights, but for those that it keeps in float32.
+
+    ``model.to`` would also round what is computed and not stored, such as rotary frequencies.
+    """
+    patterns = set(model._keep_in_fp32_modules_strict or ())
+    if dtype is torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or ())
+    kept = re.compile("|".join(rf"(^|\.){re.escape(pattern)}($|\.)" for pattern in patterns) or "(?!)")
+    stored = model.state_dict(keep_vars=True)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        wanted = torch.float32 if kept.search(name) else dtype
+        if name in stored and tensor.is_floating_point() and tensor.dtype != wanted:
+            before = tensor.data
+            tensor.data = before.to(wanted)
+            release_pages(before)
 
 
 def random_model(source: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -21,6 +21,7 @@ from executorch_mlx.backends.mlx.program import Graph, read_payload
 from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_NAMES
 from executorch_mlx.backends.mlx.program.types import WIDTHS
 
+from .checkpoint import convert
 from .folder import MODEL_FILE
 from .report import Report
 from .supported import refuse_modules
@@ -107,7 +108,7 @@ def export_model(
         seconds[name] = time.perf_counter() - start
 
     if dtype is not None:
-        _convert(model, dtype)
+        convert(model, dtype)
     with stage("trace"), torch.no_grad(), _traceable(model):
         traced = _trace(model, step)
     with stage("rewrite attention"):
@@ -151,14 +152,6 @@ def export_model(
         not_delegated=tuple(partitioners["forward"].not_delegated),
         seconds=seconds,
     )
-
-
-def _convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Convert what a checkpoint holds: ``model.to`` would also round tables that are computed, such as frequencies."""
-    stored = model.state_dict(keep_vars=True)
-    for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-        if name in stored and tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
 
 
 @contextmanager

@@ -160,7 +160,7 @@ def _match_sum(node: Node) -> _Rotation | None:
         for x, cos in (direct.args, reversed(direct.args)):
             for rotated, sin in (turned.args, reversed(turned.args)):
                 if all(isinstance(operand, Node) for operand in (x, cos, rotated, sin)):
-                    traditional = _turning(rotated, x)
+                    traditional = _turning(through_casts(rotated), through_casts(x))
                     if traditional is not None:
                         return _Rotation(x, (cos, sin), traditional)
     return None
@@ -189,7 +189,7 @@ def _turning(node: Node, x: Node) -> bool | None:
 
 def _is_slice(node: Node, x: Node, start: int, stop: int, step: int) -> bool:
     """Whether a node is x[..., start:stop:step]."""
-    if not is_call(node, aten.slice.Tensor, aten.slice_copy.Tensor) or node.args[0] is not x:
+    if not is_call(node, aten.slice.Tensor, aten.slice_copy.Tensor) or through_casts(node.args[0]) is not x:
         return False
     rank, size = len(shape_of(x)), int(shape_of(x)[-1])
     given = arguments(node)

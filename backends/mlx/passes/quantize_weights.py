@@ -22,10 +22,14 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ..graph import aten, copy_program, is_call, lift_constant
+from ..pages import release_pages
 from ..quantized import GROUP_SIZES, Affine, affine, dequantize
 from .evaluate import constants_of
 
 logger = logging.getLogger("executorch_mlx")
+
+# Numbers that are quantized at a time: what torchao makes on the way takes many times their memory.
+_PIECE = 1 << 22
 
 # The rows of these are few, and which experts are chosen hangs on each of their bits.
 _ROUTERS = ("gate.weight", "router.weight")
@@ -87,11 +91,16 @@ def _quantized(weight: torch.Tensor, bits: int, group_size: int) -> Affine:
     # Importing it takes a second, and nothing else here needs it.
     from torchao.quantization import IntxUnpackedToInt8Tensor, MappingType
 
-    made = IntxUnpackedToInt8Tensor.from_hp(
-        weight.detach(), (1, group_size), _DTYPES[bits], mapping_type=MappingType.ASYMMETRIC
-    )
     highest = (1 << bits - 1) - 1
-    return affine(made.qdata, made.scale.to(weight.dtype), made.zero_point, -highest - 1, highest)
+    parts = []
+    for rows in weight.detach().split(max(1, _PIECE // weight.shape[1])):
+        made = IntxUnpackedToInt8Tensor.from_hp(
+            rows, (1, group_size), _DTYPES[bits], mapping_type=MappingType.ASYMMETRIC
+        )
+        parts.append(affine(made.qdata, made.scale.to(weight.dtype), made.zero_point, -highest - 1, highest))
+    release_pages(weight)
+    packed, scales, biases = (torch.cat([part[index] for part in parts]) for index in range(3))
+    return Affine(packed, scales, biases, group_size, bits)
 
 
 def _replace(program: ExportedProgram, node: Node, uses: list[Node], weight: Affine) -> None:

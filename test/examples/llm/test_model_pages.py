@@ -24,8 +24,9 @@ def test_page_prints_what_it_says(smollm2: Any, tmp_path: Path, page: str) -> No
     check(page, tmp_path)
 
 
-def test_plain_torch_page_prints_what_it_says(tmp_path: Path) -> None:
-    check("docs/plain-torch.md", tmp_path)
+@pytest.mark.parametrize("page", ["docs/plain-torch.md", "docs/quantization.md"])
+def test_page_without_a_model_prints_what_it_says(tmp_path: Path, page: str) -> None:
+    check(page, tmp_path)
 
 
 def check(page: str, folder: Path) -> None:

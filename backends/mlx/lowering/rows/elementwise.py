@@ -76,12 +76,15 @@ def _with_constant(kind: str, value: float, *, is_first: bool = False) -> Row:
     return Row(lower)
 
 
-def _clip(low: str, high: str) -> Row:
-    """Bounds, of which one may be absent, by the names of their arguments."""
+def _clip(low: str | float, high: str | float) -> Row:
+    """Bounds, of which one may be absent: the names of their arguments, or what they are."""
 
     def lower(builder: GraphBuilder, node: Node) -> None:
         given, dtype = arguments(node), dtype_of(node)
-        bounds = {"a_min": given.get(low), "a_max": given.get(high)}
+        bounds = {
+            name: given.get(bound) if isinstance(bound, str) else bound
+            for name, bound in (("a_min", low), ("a_max", high))
+        }
         builder.emit(
             "ClipNode",
             x=operand(builder, given["self"], dtype),
@@ -387,6 +390,7 @@ ROWS: dict[str, Row] = {
         _clip("min", "max"),
     ),
     "aten.hardtanh.default": _clip("min_val", "max_val"),
+    "aten.relu6.default": _clip(0, 6),
     **{
         f"aten.where.{overload}": _choice("condition", "self", "other")
         for overload in ("self", "ScalarOther", "ScalarSelf", "Scalar")
@@ -411,7 +415,9 @@ ROWS: dict[str, Row] = {
             "aten.alias_copy.default",
             "aten.clone.default",
             "aten.contiguous.default",
+            "aten.detach.default",
             "aten.detach_copy.default",
+            "aten.lift_fresh_copy.default",
             "dim_order_ops._clone_dim_order.default",
         ),
         Row(_alias),

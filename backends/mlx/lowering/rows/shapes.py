@@ -29,6 +29,12 @@ def _transpose(builder: GraphBuilder, node: Node) -> None:
     builder.emit("TransposeNode", x=builder.read(node.args[0]), out=builder.write(node), perm=perm)
 
 
+def _t(builder: GraphBuilder, node: Node) -> None:
+    """The transposed matrix; torch leaves a vector as it is."""
+    perm = list(reversed(range(rank_of(node))))
+    builder.emit("TransposeNode", x=builder.read(node.args[0]), out=builder.write(node), perm=perm)
+
+
 def _unsqueeze(builder: GraphBuilder, node: Node) -> None:
     axis = node.args[1] % rank_of(node)
     builder.emit("ExpandDimsNode", x=builder.read(node.args[0]), out=builder.write(node), axis=axis)
@@ -208,6 +214,7 @@ ROWS: dict[str, Row] = {
     **{f"aten.{name}.default": Row(_view) for name in ("view", "view_copy", "_unsafe_view", "reshape")},
     **{f"aten.{name}.default": Row(_permute) for name in ("permute", "permute_copy")},
     **{f"aten.{name}.int": Row(_transpose) for name in ("transpose", "transpose_copy")},
+    **{f"aten.{name}.default": Row(_t) for name in ("t", "t_copy")},
     **{f"aten.{name}.default": Row(_unsqueeze) for name in ("unsqueeze", "unsqueeze_copy")},
     **{
         f"aten.{name}.{overload}": Row(_squeeze) for name in ("squeeze", "squeeze_copy") for overload in ("dim", "dims")

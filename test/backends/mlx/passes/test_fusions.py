@@ -234,6 +234,18 @@ class NeighboursOfHalfTheTable(Neighbours):
         return torch.cat([angles, angles], dim=-1)[..., :4].repeat_interleave(2, dim=-1)
 
 
+class NeighboursCastAfterTheyAreTurned(Neighbours):
+    """Ernie's way."""
+
+    def forward(self, q, k, position):
+        table = self.table(position)
+
+        def rotated(x):
+            return (x.float() * table.cos() + self.turned(x).float() * table.sin()).to(x.dtype)
+
+        return rotated(q), rotated(k)
+
+
 class NeighboursWithTablesForHalves(Neighbours):
     def table(self, position):
         angles = position[:, None].float() * self.inverse
@@ -307,6 +319,7 @@ FUSED = {
     Neighbours: 2,
     ScaledNeighbours: 2,
     NeighboursOfHalfTheTable: 2,
+    NeighboursCastAfterTheyAreTurned: 2,
     Complex: 2,
     ScaledComplex: 2,
     ComplexTable: 2,
@@ -370,7 +383,11 @@ def test_rotations_in_an_executorch_program_give_eager_results(model: type[nn.Mo
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("model", [Neighbours, NeighboursOfHalfTheTable, Complex, ComplexTable], ids=by_name)
+@pytest.mark.parametrize(
+    "model",
+    [Neighbours, NeighboursOfHalfTheTable, NeighboursCastAfterTheyAreTurned, Complex, ComplexTable],
+    ids=by_name,
+)
 def test_fuse_rope_in_half_precision_takes_the_casts_with_it(model: type[nn.Module], dtype: torch.dtype) -> None:
     inputs = step(dtype=dtype, farthest=40)
     program = torch.export.export(model(), inputs)
