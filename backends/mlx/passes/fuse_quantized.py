@@ -58,9 +58,8 @@ def _is_dequantization(node: Node) -> bool:
 
 def _affine_of(node: Node, constants: Mapping[str, Any]) -> Affine:
     given = arguments(node)
-    numbers, scales, zero_points = (
-        None if given[name] is None else constants[given[name].name] for name in ("input", "scale", "zero_point")
-    )
+    numbers, scales = (constants[given[name].name] for name in ("input", "scale"))
+    zero_points = None if given["zero_point"] is None else constants[given["zero_point"].name]
     lowest, highest = given["quant_min"], given["quant_max"]
     if numbers.dtype not in (torch.int8, torch.uint8) or numbers.ndim != 2 or given["block_size"][0] != 1:
         raise ValueError(
