@@ -141,18 +141,16 @@ def copy_program(program: ExportedProgram) -> ExportedProgram:
     )
 
 
-def has_subclasses(program: ExportedProgram) -> bool:
-    """Whether a graph takes tensors apart that are subclasses, such as torchao's: ``run_decompositions`` does it."""
-    return any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "export"
-        for node in program.graph.nodes
-    )
+def plain_copy(program: ExportedProgram) -> ExportedProgram:
+    """Return a copy that may be changed, made of plain operators that change none of their operands."""
+    # Decomposing re-traces the model, which takes as long again as exporting it.
+    return copy_program(program) if is_functional(program) else program.run_decompositions({})
 
 
 def is_functional(program: ExportedProgram) -> bool:
-    """Whether a graph is made of plain operators that change none of their operands."""
-    return not has_subclasses(program) and all(
-        not target._schema.is_mutable
+    """Whether a graph is made of plain operators that change none of their operands, nor take subclasses apart."""
+    return all(
+        not (target._schema.is_mutable or target.namespace == "export")
         if isinstance(target, torch._ops.OpOverload)
         else getattr(target, "__module__", None) in ("_operator", "torch", "math")
         for target in (node.target for node in program.graph.nodes if node.op == "call_function")

@@ -35,7 +35,7 @@ class Outlined:
         key: names it in the call.
         program: the graph.
         inputs: the user's inputs that it uses, by name; the call's arguments.
-        outputs: of each its dtype and its shape, as JSON: a size, or the input and its dimension that has the same.
+        outputs: of each its dtype and its shape, as JSON: a size, or (input, dimension, a, b) for a * that size + b.
     """
 
     key: str
@@ -85,7 +85,7 @@ def _fake(key: str, inputs: list[torch.Tensor], outputs: str) -> Any:
     # Shapes are asked for long after the graph has been lowered, and may be gone.
     results = [
         inputs[0].new_empty(
-            [size if isinstance(size, int) else inputs[size[0]].shape[size[1]] for size in shape],
+            [size if isinstance(size, int) else size[2] * inputs[size[0]].shape[size[1]] + size[3] for size in shape],
             dtype=getattr(torch, dtype),
         )
         for dtype, shape in json.loads(outputs)
@@ -101,7 +101,8 @@ def outline(program: ExportedProgram) -> tuple[ExportedProgram, Outlined] | None
 
     Returns:
         A program of the same inputs and outputs that is one call, and the graph, to be held until it is
-        lowered; or None if the graph changes an operand, an output is an input, or an output's size is computed.
+        lowered; or None if the graph changes an operand, an output is an input, or an output's size is none that
+        grows with one size of an input.
     """
     signature = program.graph_signature
     kinds = {spec.kind for spec in signature.input_specs} - {InputKind.USER_INPUT, *_CONSTANT_KINDS}
@@ -177,8 +178,19 @@ def restored(program: ExportedProgram) -> ExportedProgram:
 
 
 def _described(value: torch.Tensor, sources: dict[Any, tuple[int, int]]) -> tuple[str, list[Any]]:
-    shape = [size if isinstance(size, int) else sources.get(size.node.expr) for size in value.shape]
-    return str(value.dtype).removeprefix("torch."), shape if value.is_contiguous() else [None]
+    shape = [size if isinstance(size, int) else _followed(size.node.expr, sources) for size in value.shape]
+    return str(value.dtype).removeprefix("torch."), shape
+
+
+def _followed(expression: Any, sources: dict[Any, tuple[int, int]]) -> tuple[int, int, int, int] | None:
+    """Return the input and the dimension whose size gives a size, its factor and what is added; None if none does."""
+    if len(expression.free_symbols) != 1:
+        return None
+    (symbol,) = expression.free_symbols
+    if symbol not in sources or not expression.is_polynomial(symbol) or expression.as_poly(symbol).degree() != 1:
+        return None
+    factor, added = expression.as_poly(symbol).all_coeffs()
+    return (*sources[symbol], int(factor), int(added)) if factor.is_integer and added.is_integer else None
 
 
 def _calling(aside: Outlined) -> ExportedProgram:
@@ -194,12 +206,14 @@ def _calling(aside: Outlined) -> ExportedProgram:
     results = program.graph.output_node().args[0]
     arguments = [places[name] for name in aside.inputs]
     call = graph.call_function(_operator(len(results)), (aside.key, arguments, aside.outputs))
-    call.meta["val"] = tuple(node.meta["val"] for node in results)
+    # What a delegate gives is contiguous.
+    values = [node.meta["val"].contiguous() for node in results]
+    call.meta["val"] = tuple(values)
     picks = [call]
     if len(results) > 1:
         picks = [graph.call_function(operator.getitem, (call, index)) for index in range(len(results))]
-    for pick, result in zip(picks, results, strict=True):
-        pick.meta["val"] = result.meta["val"]
-        signature.replace_all_uses(result.name, pick.name)
+    for pick, value, spec in zip(picks, values, signature.output_specs, strict=True):
+        pick.meta["val"] = value
+        spec.arg.name = pick.name
     graph.output(tuple(picks))
     return program._update(GraphModule({}, graph), signature, state_dict={}, constants={})

@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from .graph import copy_program, has_subclasses, module_of
+from .graph import module_of, plain_copy
 from .identity import BACKEND_IDS, UPSTREAM_BACKEND_ID
 from .lowering.rows import name_of, refusal
 from .outline import Outlined, is_outlined, outline
@@ -77,8 +77,7 @@ class MLXPartitioner(Partitioner):
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """Spare ExecuTorch re-tracing the program a dozen times: fuse, and outline what is delegated whole."""
-        has_parts = has_subclasses(exported_program)
-        program = exported_program.run_decompositions({}) if has_parts else copy_program(exported_program)
+        program = plain_copy(exported_program)
         for fuse in FUSIONS:
             fuse(program)
         if not self._outline or any(refusal(node) is not None for node in _calls(program)):

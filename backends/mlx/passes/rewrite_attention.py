@@ -29,11 +29,10 @@ from executorch_mlx.extension.llm.cache.op import update_and_attend
 from ..graph import (
     ancestors,
     aten,
-    copy_program,
     flat_positions,
     is_call,
-    is_functional,
     module_of,
+    plain_copy,
     remove_dead_code,
     replace,
     shape_of,
@@ -103,8 +102,7 @@ def rewrite_attention(program: ExportedProgram, position: str | None = None) -> 
         AttentionNotRewritableError: with the module and the reason.
         ValueError: no input of positions.
     """
-    # Decomposing re-traces the model, which takes as long again as exporting it.
-    program = copy_program(program) if is_functional(program) else program.run_decompositions({})
+    program = plain_copy(program)
     module = program.graph_module
     constants = constants_of(program)
     _refuse_dropped_sinks(program)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.dialects._ops import ops as exir_ops
 from executorch.exir.pass_base import ExportPass, PassResult
@@ -109,6 +110,12 @@ WHOLE = {
         (0, 0),
     ),
     "constants_of_all_kinds": Sample(Constants(), one),
+    "size_that_is_doubled": Sample(Function(lambda x: torch.cat([x, x], 0) * 2), one),
+    "sizes_that_grow": Sample(Function(lambda x: (x + 1, F.pad(torch.cat([x, x, x], 0), (0, 0, 2, 1)))), one),
+    "transposed_output": Sample(Function(lambda x: (x + 1).transpose(0, 1)), one),
+    "operand_changed_in_place": Sample(Function(lambda x: (x + 1).add_(2)), one),
+    "constant_made_in_place": Sample(Function(lambda x: x[:, torch.tensor([3, 0])] * 2), one),
+    "parts_in_another_order": Sample(Function(lambda x: (x + 1).split([1, 2, 1], 1)[::-1]), one),
 }
 
 
@@ -298,11 +305,13 @@ ORDINARY = {
     "output_is_an_input": Sample(Function(lambda x: (x, x + 1)), one),
     "output_is_a_constant": Sample(Function(lambda x: (x + 1, WEIGHT)), one),
     "same_result_twice": Sample(Function(same_result_twice), one),
-    "computed_size": Sample(Function(lambda x: torch.cat([x, x], 0) * 2), one),
-    "computed_size_of_one_of_two": Sample(Function(lambda x: (x + 1, torch.cat([x, x], 0))), one),
-    "transposed_output": Sample(Function(lambda x: (x + 1).transpose(0, 1)), one),
+    "size_of_two_inputs": Sample(
+        Function(lambda x, y: torch.cat([x, y], 0) * 2),
+        lambda n: (values(n, 4), values(MAX_ROWS + 1 - n, 4, seed=1)),
+        (0, 0),
+    ),
+    "size_that_is_squared": Sample(Function(lambda x: (x[:, None] * x[None]).reshape(-1, 4)), one),
     "no_input_used": Sample(Function(lambda x: WEIGHT + 1), one),
-    "operand_changed_in_place": Sample(Function(lambda x: (x + 1).add_(2)), one),
     "number_read_from_an_input": Sample(
         Function(lambda x, y: x * y.item()), lambda n: (*one(n), torch.tensor(n + 1)), (0, None)
     ),

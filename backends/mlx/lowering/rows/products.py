@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 from torch.fx import Node
 
@@ -76,8 +77,12 @@ def _convolution(builder: GraphBuilder, node: Node) -> None:
     to_last, to_second = [0, *range(2, count + 2), 1], [0, count + 1, *range(1, count + 1)]
     ways = {
         f"{field}{letter}": size
-        for field in ("stride", "padding", "dilation")
-        for letter, size in zip(_LETTERS[count], _per_axis(given[field], count), strict=True)
+        for field, sizes in (
+            ("stride", given["stride"]),
+            ("padding", _padding(given)),
+            ("dilation", given["dilation"]),
+        )
+        for letter, size in zip(_LETTERS[count], _per_axis(sizes, count), strict=True)
     }
     result = builder.compute(
         f"Conv{count}DNode",
@@ -96,6 +101,18 @@ def _per_axis(sizes: Sequence[int], count: int) -> Sequence[int]:
     return list(sizes) * count if len(sizes) == 1 else sizes
 
 
+def _padding(given: dict[str, Any]) -> Sequence[int]:
+    """Return a convolution's padding; by name it is none, or what keeps the size."""
+    padding: Any = given["padding"]
+    if not isinstance(padding, str):
+        return cast("Sequence[int]", padding)
+    kernel = given["weight"].meta["val"].shape[2:]
+    if padding == "valid":
+        return [0] * len(kernel)
+    dilation = _per_axis(given["dilation"], len(kernel))
+    return [step * (size - 1) // 2 for step, size in zip(dilation, kernel, strict=True)]
+
+
 def _check_convolution(node: Node) -> str | None:
     given = arguments(node)
     if given.get("transposed"):
@@ -104,9 +121,15 @@ def _check_convolution(node: Node) -> str | None:
         return "its input is not a batch"
     if rank_of(node) - 2 not in _LETTERS:
         return f"it has {rank_of(node) - 2} dimensions"
-    numbers = [given["groups"], *(size for field in ("stride", "padding", "dilation") for size in given[field])]
+    by_name = isinstance(given["padding"], str)
+    fields = ("stride", "dilation") if by_name else ("stride", "padding", "dilation")
+    numbers = [given["groups"], *(size for field in fields for size in given[field])]
     if not all(isinstance(number, int) for number in numbers):
         return "its strides, paddings, dilations or groups are not constants"
+    kernel = given["weight"].meta["val"].shape[2:]
+    dilation = _per_axis(given["dilation"], len(kernel))
+    if given["padding"] == "same" and any(step * (size - 1) % 2 for step, size in zip(dilation, kernel, strict=True)):
+        return "its padding differs between an axis's ends"
     return _check_floats(node)
 
 
@@ -118,7 +141,7 @@ ROWS: dict[str, Row] = {
     "aten.bmm.default": Row(_matmul, _check_floats),
     **{f"aten.{name}.default": Row(_addmm, _check_floats) for name in ("addmm", "baddbmm")},
     **{
-        f"aten.{name}.default": Row(_convolution, _check_convolution)
-        for name in ("convolution", "conv1d", "conv2d", "conv3d")
+        f"aten.{name}": Row(_convolution, _check_convolution)
+        for name in ("convolution.default", *(f"conv{n}d.{form}" for n in (1, 2, 3) for form in ("default", "padding")))
     },
 }

@@ -345,7 +345,12 @@ SAMPLES: dict[str, Sample] = {
             x.view(-1, 2, 1, 3), kernels(x, channels=1), stride=(1, 2), padding=(2, 1), dilation=(1, 2), groups=2
         )
     ),
-    "conv2d_padding_by_name": Sample(lambda x: F.conv2d(x.view(-1, 2, 3, 1), kernels(x), padding="same")),
+    "conv2d_that_keeps_its_size": Sample(
+        lambda x: F.conv2d(x.view(-1, 2, 3, 1), kernels(x), padding="same", dilation=2)
+    ),
+    "conv2d_without_padding": Sample(
+        lambda x: F.conv2d(x.view(-1, 2, 3, 1), KERNELS[:, :, :, :1].to(x.dtype), padding="valid")
+    ),
     "conv3d": Sample(lambda x: F.conv3d(x.view(-1, 2, 1, 3, 1), KERNELS[:, :, None].to(x.dtype), padding=(0, 0, 1))),
     "layer_norm": Sample(lambda x: F.layer_norm(x, (6,), weight(x)[0], weight(x)[1], 1e-5)),
     "layer_norm_plain": Sample(lambda x: F.layer_norm(x, (6,))),
@@ -414,6 +419,7 @@ def test_lowering_rows_through_executorch_equal_eager_torch(dtype: torch.dtype, 
     module = Module(*[SAMPLES[name].function for name in names])
     buffer, partitioner = lowered(module, (values(4, 6, dtype=dtype),), dynamic=dynamic, outline=outline)
     assert partitioner.not_delegated == []
+    assert bool(partitioner._outlined) == outline
     method = load_program(buffer).load_method("forward")
     wrong = {}
     for size in (4, 7, 1) if dynamic else (4,):
