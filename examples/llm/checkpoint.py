@@ -99,6 +99,8 @@ def random_model(source: str, dtype: torch.dtype) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         refuse_config(config)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, KeyError) as error:
+    except UnsupportedModelError:
+        raise
+    except (ValueError, OSError, KeyError) as error:
         raise UnsupportedModelError(f"{source}: {error}") from error
     return model.eval().requires_grad_(False)

@@ -20,6 +20,7 @@ from executorch_mlx.backends.mlx.passes import AttentionLayer, argmax_output, qu
 from executorch_mlx.backends.mlx.program import Graph, read_payload
 from executorch_mlx.backends.mlx.program.dtypes import SCALAR_TYPE_NAMES
 from executorch_mlx.backends.mlx.program.types import WIDTHS
+from executorch_mlx.backends.mlx.quantized import GROUP_SIZES
 
 from .checkpoint import convert
 from .folder import MODEL_FILE
@@ -88,6 +89,8 @@ def export_model(
     """
     if quantize is not None and quantize not in QUANTIZATIONS:
         raise ValueError(f"quantize: expected one of {', '.join(QUANTIZATIONS)}, got {quantize!r}")
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size: expected one of {', '.join(map(str, sorted(GROUP_SIZES)))}, got {group_size}")
     refuse_modules(model)
     config: Any = model.config
     trained_context = int(getattr(config, "max_position_embeddings", 0) or max_context or 0)
@@ -157,6 +160,9 @@ def export_model(
 @contextmanager
 def _traceable(model: Any) -> Iterator[None]:
     """Let experts compute as a product over chosen weights: a loop over those that a step needs has no graph."""
+    if not hasattr(model, "set_experts_implementation"):
+        yield
+        return
     before = model.get_experts_implementation()
     model.set_experts_implementation("batched_mm")
     try:

@@ -85,6 +85,8 @@ class GraphBuilder:
 
     def stored(self, node: Node) -> torch.Tensor:
         """Return a parameter, buffer or constant of the program."""
+        if node not in self._targets:
+            raise ValueError(f"{node.name}: expected a constant of the program, got an input")
         target = self._targets[node]
         stored = self._program.state_dict if target in self._program.state_dict else self._program.constants
         tensor: torch.Tensor = stored[target]

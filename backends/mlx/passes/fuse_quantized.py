@@ -35,19 +35,22 @@ def fuse_quantized(program: ExportedProgram) -> None:
         if not _is_dequantization(node) or any(operand.name not in constants for operand in node.all_input_nodes):
             continue
         try:
-            lift_quantized(program, node, _affine_of(node, constants))
+            weight = _affine_of(node, constants)
         except ValueError as error:
             logger.warning("the weight of %s is kept in floats: %s", node.args[0].name, error)
             dense = lift_constant(program, f"{node.name}_floats", evaluate(node, constants))
             node.replace_all_uses_with(dense)
+            program.graph_signature.replace_all_uses(node.name, dense.name)
+            continue
+        replace(program, node, dequantize._opoverload, lifted(program, node.name, weight))
     remove_dead_code(program.graph_module)
 
 
-def lift_quantized(program: ExportedProgram, old: Node, weight: Affine) -> Node:
-    """Put ``dequantize`` of new constants in a call's place, and return it."""
-    names = ("packed", "scales", "biases")
-    parts = [lift_constant(program, f"{old.name}_{name}", part) for name, part in zip(names, weight, strict=False)]
-    return replace(program, old, dequantize._opoverload, (*parts, weight.group_size, weight.bits))
+def lifted(program: ExportedProgram, name: str, weight: Affine) -> tuple[Any, ...]:
+    """Add a weight to a program's constants, and return the arguments of ``dequantize`` that stand for it."""
+    parts = {"packed": weight.weight, "scales": weight.scales, "biases": weight.biases}
+    nodes = [lift_constant(program, f"{name}_{part}", tensor) for part, tensor in parts.items()]
+    return (*nodes, weight.group_size, weight.bits)
 
 
 def _is_dequantization(node: Node) -> bool:

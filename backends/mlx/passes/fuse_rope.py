@@ -57,6 +57,7 @@ _RESHAPES = (
 _SHAPES = (*_RESHAPES, aten.unsqueeze.default, aten.unsqueeze_copy.default)
 # Each on its own: a table that looks at the positions of the whole step must not pass.
 _PROBED = ((0, 1, 2, 3, 17, 1000), (5000, 40_000), (200_000, 1 << 20))
+_NEGATIVE = (-1, -1000)
 _FARTHEST = 1 << 30  # positions may be 32 bits wide
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -292,11 +293,14 @@ class _Tables:
         shape = shape_of(position)
         if not (len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)):
             return None
+        if position.meta["val"].dtype not in (torch.int32, torch.int64):
+            return None
         angles, reach = self._derived(tables, position, traditional)
         if angles is None or not angles.scale > 0:
             return None
         is_exact = len(tables) == 2 and reach == _FARTHEST
-        for group in _PROBED:
+        # A table that is looked up has no places before the first.
+        for group in (*_PROBED, *([_NEGATIVE] if reach == _FARTHEST else [])):
             places = tuple(place for place in group if place <= reach)
             if places and not self._agree(
                 tables, places, angles, traditional, 0.0 if is_exact else 1e-6 * angles.scale

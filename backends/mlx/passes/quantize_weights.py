@@ -21,24 +21,27 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from ..graph import aten, copy_program, is_call, lift_constant
+from ..graph import aten, copy_program, is_call
 from ..pages import release_pages
 from ..quantized import GROUP_SIZES, Affine, affine, dequantize
 from .evaluate import constants_of
+from .fuse_quantized import lifted
 
 logger = logging.getLogger("executorch_mlx")
 
 # Numbers that are quantized at a time: what torchao makes on the way takes many times their memory.
 _PIECE = 1 << 22
 
-# The rows of these are few, and which experts are chosen hangs on each of their bits.
-_ROUTERS = ("gate.weight", "router.weight")
+# Modules that choose experts, of which each row is one; which are chosen hangs on each of their bits.
+_ROUTERS = ("gate", "router")
+_MOST_EXPERTS = 512
 
 
 def quantize_weights(program: ExportedProgram, bits: int, group_size: int = 64) -> ExportedProgram:
     """Return a program whose linear layers and embeddings have quantized weights.
 
-    The numbers are torchao's: round to nearest, asymmetric, ``IntxWeightOnlyConfig`` with ``PerGroup(group_size)``.
+    The numbers are torchao's: round to nearest, ``IntxWeightOnlyConfig`` with ``PerGroup(group_size)``, asymmetric in 4
+    bits and symmetric in 8, whose zero points half precision would round.
     Routers of experts, and weights whose rows are no whole number of groups, stay as they are; the latter with a
     warning.
 
@@ -59,9 +62,9 @@ def quantize_weights(program: ExportedProgram, bits: int, group_size: int = 64) 
     targets = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
     for node in [node for node in program.graph.nodes if node.op == "placeholder" and node.name in constants]:
         uses = [user for user in node.users if _is_weight(node, user)]
-        if not uses or targets[node.name].endswith(_ROUTERS):
-            continue
         weight = constants[node.name]
+        if not uses or _is_router(targets[node.name], weight):
+            continue
         if weight.shape[1] % group_size:
             logger.warning(
                 "the weight %s is kept in floats: its rows of %d are no whole number of groups of %d",
@@ -78,6 +81,11 @@ def quantize_weights(program: ExportedProgram, bits: int, group_size: int = 64) 
 _DTYPES: Mapping[int, Any] = {4: torch.int4, 8: torch.int8}
 
 
+def _is_router(target: str, weight: torch.Tensor) -> bool:
+    _, _, module = target.removesuffix(".weight").rpartition(".")
+    return module in _ROUTERS and weight.shape[0] <= _MOST_EXPERTS
+
+
 def _is_weight(node: Node, user: Node) -> bool:
     value = node.meta["val"]
     if value.ndim != 2 or not value.is_floating_point():
@@ -91,12 +99,11 @@ def _quantized(weight: torch.Tensor, bits: int, group_size: int) -> Affine:
     # Importing it takes a second, and nothing else here needs it.
     from torchao.quantization import IntxUnpackedToInt8Tensor, MappingType
 
+    mapping = MappingType.ASYMMETRIC if bits == 4 else MappingType.SYMMETRIC
     highest = (1 << bits - 1) - 1
     parts = []
     for rows in weight.detach().split(max(1, _PIECE // weight.shape[1])):
-        made = IntxUnpackedToInt8Tensor.from_hp(
-            rows, (1, group_size), _DTYPES[bits], mapping_type=MappingType.ASYMMETRIC
-        )
+        made = IntxUnpackedToInt8Tensor.from_hp(rows, (1, group_size), _DTYPES[bits], mapping_type=mapping)
         parts.append(affine(made.qdata, made.scale.to(weight.dtype), made.zero_point, -highest - 1, highest))
     release_pages(weight)
     packed, scales, biases = (torch.cat([part[index] for part in parts]) for index in range(3))
@@ -104,11 +111,9 @@ def _quantized(weight: torch.Tensor, bits: int, group_size: int) -> Affine:
 
 
 def _replace(program: ExportedProgram, node: Node, uses: list[Node], weight: Affine) -> None:
-    names = ("packed", "scales", "biases")
-    parts = [lift_constant(program, f"{node.name}_{name}", part) for name, part in zip(names, weight, strict=False)]
-    graph = program.graph
-    with graph.inserting_before(uses[0]):
-        dense = graph.call_function(dequantize._opoverload, (*parts, weight.group_size, weight.bits))
+    arguments = lifted(program, node.name, weight)
+    with program.graph.inserting_before(uses[0]):
+        dense = program.graph.call_function(dequantize._opoverload, arguments)
     dense.meta = {"val": node.meta["val"]}
     for user in uses:
         user.replace_input_with(node, dense)

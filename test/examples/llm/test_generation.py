@@ -223,6 +223,16 @@ def test_export_model_that_cannot_be_traced_is_one_error(tiny: Any, tmp_path: Pa
         export_model(Counts(), tmp_path)
 
 
+@pytest.mark.parametrize(("option", "value"), [("quantize", "3w"), ("group_size", 48)])
+def test_export_model_form_of_weights_that_is_not_known_is_an_error(
+    tiny: Any, tmp_path: Path, option: str, value: Any
+) -> None:
+    with pytest.raises(ValueError, match=f"{option}: expected one of .*, got '?{value}'?"):
+        export_model(tiny.model, tmp_path, dtype=torch.float16, **{option: value})
+    assert not list(tmp_path.iterdir())
+    assert tiny.model.dtype is torch.float32
+
+
 @pytest.mark.parametrize(("option", "value"), [("max_context", 1), ("max_step_tokens", 0)])
 def test_export_model_limit_out_of_range_is_an_error(tiny: Any, tmp_path: Path, option: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{option}: expected 2 or more, got {value}"):

@@ -6,10 +6,12 @@ what is lowered. Operators are keyed by name ("aten.add.Tensor"); an edge operat
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.fx import Node
 
-from ...graph import target_of
+from ...graph import arguments, target_of
 from ...program.dtypes import SCALAR_TYPE_CODES
 from . import attention, creation, elementwise, indexing, products, quantized, reductions, shapes, values
 from .base import Row
@@ -40,7 +42,26 @@ def refusal(node: Node) -> str | None:
                 return f"it works on {result.dtype}, which MLX does not run on every device"
             if _is_channels_last(result):
                 return "its memory is in channels_last order, and a delegate's is in row-major order"
-    return row.check(node)
+    return _unfit_number(node) or row.check(node)
+
+
+def _unfit_number(node: Node) -> str | None:
+    """Return which number of a call has no form in the integers that it computes in; torch wraps some."""
+    target = target_of(node)
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    given = arguments(node)
+    tensor = given.get("self")
+    for argument in target._schema.arguments:
+        number = given.get(argument.name)
+        is_number = str(argument.type) in _NUMBERS and type(number) in (int, float) and math.isfinite(number)
+        if not is_number or not isinstance(tensor, Node):
+            continue
+        dtype = torch.result_type(tensor.meta["val"], number)
+        is_integer = not dtype.is_floating_point and dtype is not torch.bool
+        if is_integer and not torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max:
+            return f"its number {number} has no form in {dtype}"
+    return None
 
 
 def _is_channels_last(value: torch.Tensor) -> bool:
@@ -51,6 +72,9 @@ def _is_channels_last(value: torch.Tensor) -> bool:
     stride = value.stride()[1]
     return isinstance(stride, int) and stride == 1 and not is_one[1] and not all(is_one[2:])
 
+
+# The types of arguments that a Python number may stand for.
+_NUMBERS = {"Tensor", "number", "Optional[number]"}
 
 # float64 exists on MLX's CPU only, complex and quantized dtypes have no form in the format.
 _DTYPES = SCALAR_TYPE_CODES.keys() - {"float64"}

@@ -32,10 +32,31 @@ def _binary(kind: str, *, swapped: bool = False) -> Row:
     """Arithmetic: computed in the result's dtype."""
 
     def lower(builder: GraphBuilder, node: Node) -> None:
-        a, b = _operands(builder, node, dtype_of(node))
-        builder.emit(kind, a=b if swapped else a, b=a if swapped else b, out=builder.write(node))
+        dtype = torch.float32 if _has_wide_number(node) else dtype_of(node)
+        a, b = _operands(builder, node, dtype)
+        emit_as(builder, node, dtype, kind, a=b if swapped else a, b=a if swapped else b)
 
     return Row(lower, _check_alpha)
+
+
+def _has_wide_number(node: Node) -> bool:
+    """Whether halves meet a number that they cannot hold, or a tensor without axes in float32.
+
+    Torch rounds neither before it computes.
+    """
+    dtype = dtype_of(node)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return False
+    for value in node.args[:2]:
+        if isinstance(value, Node):
+            operand = value.meta["val"]
+            if isinstance(operand, torch.Tensor) and operand.ndim == 0 and operand.dtype is torch.float32:
+                return True
+        elif math.isfinite(value):
+            rounded = float(torch.tensor(value, dtype=torch.float32).to(dtype))
+            if not math.isfinite(rounded) or bool(rounded) != bool(value):
+                return True
+    return False
 
 
 def _operands(builder: GraphBuilder, node: Node, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...graph import arguments
 from ..builder import GraphBuilder, scalar_type
@@ -44,6 +45,13 @@ def _select(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
     axis, index = given["dim"] % rank_of(given["self"]), given["index"]
     x = builder.read(given["self"])
+    if isinstance(index, Node):
+        # What torch traces is never counted from the end.
+        start, stop, kept = builder.read(index), builder.value(), builder.temp()
+        builder.emit("AddIntNode", a=start, b=1, out=stop)
+        builder.emit("SliceNode", x=x, out=kept, axis=axis, start=start, stop=stop)
+        builder.emit("SqueezeNode", x=kept, out=builder.write(node), dims=[axis])
+        return
     if index >= 0:
         builder.emit("TakeNode", x=x, out=builder.write(node), index=index, axis=axis)
         return
@@ -53,12 +61,14 @@ def _select(builder: GraphBuilder, node: Node) -> None:
 
 
 def _check_select(node: Node) -> str | None:
-    return None if isinstance(arguments(node)["index"], int) else "its index is not a constant"
+    index = arguments(node)["index"]
+    is_known = isinstance(index, int) or statically_known_true(index.meta["val"] >= 0)
+    return None if is_known else "its index may be counted from the end, which is known only when it runs"
 
 
 def _embedding(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
-    if is_quantized(given["weight"]):
+    if is_quantized(given["weight"]) and rank_of(given["indices"]):
         look_up(builder, given["weight"], builder.read(given["indices"]), builder.write(node))
         return
     builder.emit(
@@ -79,6 +89,10 @@ def _index_select(builder: GraphBuilder, node: Node) -> None:
         index=builder.read(given["index"]),
         axis=given["dim"] % rank_of(given["self"]),
     )
+
+
+def _check_index_select(node: Node) -> str | None:
+    return check_axes(node) or (None if rank_of(arguments(node)["index"]) == 1 else "its index has no axes")
 
 
 def _index(builder: GraphBuilder, node: Node) -> None:
@@ -113,8 +127,10 @@ def _gather(builder: GraphBuilder, node: Node) -> None:
 
 def _check_gather(node: Node) -> str | None:
     given = arguments(node)
+    if not rank_of(given["self"]) or not rank_of(given["index"]):
+        return "its operand or its index has no axes"
     source, index = given["self"].meta["val"].shape, given["index"].meta["val"].shape
-    others = [axis for axis in range(len(source)) if axis != given["dim"] % max(len(source), 1)]
+    others = [axis for axis in range(len(source)) if axis != given["dim"] % len(source)]
     return None if all(source[axis] == index[axis] for axis in others) else "its index covers a part of other axes only"
 
 
@@ -183,7 +199,7 @@ ROWS: dict[str, Row] = {
     **{f"aten.{name}.Tensor": Row(_slice, _check_slice) for name in ("slice", "slice_copy")},
     **{f"aten.{name}.int": Row(_select, _check_select) for name in ("select", "select_copy")},
     "aten.embedding.default": Row(_embedding),
-    "aten.index_select.default": Row(_index_select),
+    "aten.index_select.default": Row(_index_select, _check_index_select),
     "aten.index.Tensor": Row(_index, _check_index),
     "aten.gather.default": Row(_gather, _check_gather),
     "aten.slice_scatter.default": Row(_slice_scatter, _check_slice),

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from ...graph import arguments, aten, is_call, target_of
 from ..builder import GraphBuilder
-from .base import Row
+from .base import Row, rank_of
 
 _NAME = "executorch_mlx.dequantize.default"
 
@@ -59,14 +59,19 @@ def _parameter(builder: GraphBuilder, node: Node) -> Any:
 
 
 def _dequantize(builder: GraphBuilder, node: Node) -> None:
-    if not all(_is_weight(node, user) for user in node.users):
+    if not all(_is_used_whole(node, user) for user in node.users):
         builder.emit("DequantizeNode", out=builder.write(node), **_parts(builder, node))
 
 
-def _is_weight(node: Node, user: Node) -> bool:
+def _is_used_whole(node: Node, user: Node) -> bool:
     if is_call(user, aten.linear.default):
         return node not in (user.args[0], *user.args[2:])
-    return is_call(user, aten.embedding.default)
+    return is_call(user, aten.embedding.default) and bool(rank_of(user.args[1]))
 
 
-ROWS: dict[str, Row] = {_NAME: Row(_dequantize)}
+def _check_constants(node: Node) -> str | None:
+    is_constant = all(operand.op == "placeholder" for operand in node.all_input_nodes)
+    return None if is_constant else "its operands are computed, and are packed when the program is made"
+
+
+ROWS: dict[str, Row] = {_NAME: Row(_dequantize, _check_constants)}

@@ -18,6 +18,11 @@ def _axes(given: dict[str, Any]) -> list[int]:
     return flat_ints([dims] if isinstance(dims, int) else dims)
 
 
+def _check_any_axis(node: Node) -> str | None:
+    """Object to a list of no axes, which is all of them for some of torch's operators, and none for others."""
+    return "its list of axes is empty" if arguments(node).get("dim") == [] else None
+
+
 def _reduction(kind: str) -> Row:
     """A function of the elements, computed in the result's dtype; MLX sums integers as int64."""
     is_sum = kind in ("SumNode", "ProdNode")
@@ -46,7 +51,7 @@ def _condition(kind: str) -> Row:
         keepdims = bool(given.get("keepdim", False))
         emit_as(builder, node, torch.bool, kind, x=x, axes=_axes(given), keepdims=keepdims)
 
-    return Row(lower)
+    return Row(lower, _check_any_axis)
 
 
 def _spread(kind: str) -> Row:
@@ -166,9 +171,11 @@ def _softmax(builder: GraphBuilder, node: Node) -> None:
 def _log_softmax(builder: GraphBuilder, node: Node) -> None:
     """Half precision is computed in float32, as in torch: the logarithm would be rounded before it is used."""
     given = arguments(node)
-    x = builder.cast(given["self"], dtype_of(given["self"]), torch.float32)
-    total = builder.compute("LogSumExpNode", x=x, axes=_axes(given), keepdims=True)
-    emit_as(builder, node, torch.float32, "SubtractNode", a=x, b=total)
+    x, axes = builder.cast(given["self"], dtype_of(given["self"]), torch.float32), _axes(given)
+    # Less the highest, so that a row with an infinity is NaN, as in torch.
+    shifted = builder.compute("SubtractNode", a=x, b=builder.compute("MaxNode", x=x, axes=axes, keepdims=True))
+    total = builder.compute("LogSumExpNode", x=shifted, axes=axes, keepdims=True)
+    emit_as(builder, node, torch.float32, "SubtractNode", a=shifted, b=total)
 
 
 def _cumsum(builder: GraphBuilder, node: Node) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...graph import arguments
 from ..builder import GraphBuilder, flat_ints
@@ -23,9 +26,11 @@ def _permute(builder: GraphBuilder, node: Node) -> None:
 
 
 def _transpose(builder: GraphBuilder, node: Node) -> None:
+    # Torch takes a scalar for a vector of one.
     perm = list(range(rank_of(node)))
-    first, second = node.args[1:3]
-    perm[first], perm[second] = perm[second], perm[first]
+    if perm:
+        first, second = node.args[1:3]
+        perm[first], perm[second] = perm[second], perm[first]
     builder.emit("TransposeNode", x=builder.read(node.args[0]), out=builder.write(node), perm=perm)
 
 
@@ -42,9 +47,13 @@ def _unsqueeze(builder: GraphBuilder, node: Node) -> None:
 
 def _squeeze(builder: GraphBuilder, node: Node) -> None:
     dims = arguments(node)["dim"]
+    source = node.args[0]
+    if not rank_of(source):
+        builder.alias(node, builder.read(source))
+        return
     builder.emit(
         "SqueezeNode",
-        x=builder.read(node.args[0]),
+        x=builder.read(source),
         out=builder.write(node),
         dims=flat_ints([dims] if isinstance(dims, int) else dims),
     )
@@ -71,7 +80,9 @@ def _expand(builder: GraphBuilder, node: Node) -> None:
 def _cat(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
     dtype = dtype_of(node)
-    tensors = [builder.cast(tensor, dtype_of(tensor), dtype) for tensor in given["tensors"]]
+    # Torch leaves out vectors of no elements, whatever the others' shape.
+    kept = [tensor for tensor in given["tensors"] if tensor.meta["val"].shape != (0,) or rank_of(node) == 1]
+    tensors = [builder.cast(tensor, dtype_of(tensor), dtype) for tensor in kept]
     builder.emit("ConcatenateNode", tensors=tensors, out=builder.write(node), axis=given["dim"] % rank_of(node))
 
 
@@ -206,8 +217,18 @@ def _check_pad(node: Node) -> str | None:
     mode, value = given.get("mode", "constant"), given["value"] or 0
     if mode not in _PAD_MODES:
         return f"its mode is {mode}"
-    is_exact = dtype_of(node).is_floating_point or (float(value).is_integer() and abs(value) <= 2**24)
-    return None if is_exact else f"the format holds its value {value} as a float of 32 bits, which is not exact"
+    if not all(_is_width(width) for width in given["pad"]):
+        return "a width of it may be negative, which is known only when it runs"
+    if dtype_of(node).is_floating_point:
+        is_held = not math.isfinite(value) or abs(value) <= torch.finfo(torch.float32).max
+    else:
+        is_held = float(value).is_integer() and abs(value) <= 2**24
+    return None if is_held else f"the format holds its value {value} as a float of 32 bits, which is not exact"
+
+
+def _is_width(width: Any) -> bool:
+    """Whether it is known if a width takes elements away."""
+    return isinstance(width, int) or (isinstance(width, Node) and statically_known_true(width.meta["val"] >= 0))
 
 
 ROWS: dict[str, Row] = {

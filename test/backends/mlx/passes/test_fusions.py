@@ -158,6 +158,11 @@ class ShortAndLong(InverseFrequenciesInBuffer):
         return q * table.cos() + turned * table.sin(), k
 
 
+class ClampedPositions(Rope):
+    def forward(self, q, k, position):
+        return rotate(q, position.clamp(min=0)), rotate(k, position.clamp(min=0))
+
+
 class Subtracted(InverseFrequenciesInBuffer):
     def forward(self, q, k, position):
         angles = position[:, None].float() * self.inverse
@@ -326,6 +331,7 @@ FUSED = {
 }
 UNFUSED = {
     ShiftedPositions,
+    ClampedPositions,
     ShortAndLong,
     Subtracted,
     ScaledCosine,
@@ -415,6 +421,15 @@ def test_fuse_rope_that_widens_its_operand_is_left_alone() -> None:
     program = torch.export.export(Rope(), (q, k, torch.arange(6))).run_decompositions({})
     fuse_rope(program)
     assert ROPE not in [str(node.target) for node in program.graph.nodes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8], ids=str)
+def test_fuse_rope_leaves_positions_alone_that_the_kernel_would_round(dtype: torch.dtype) -> None:
+    q, k, position = step()
+    position = (position.float() / 4).to(dtype)
+    program = torch.export.export(InverseFrequenciesInBuffer(), (q, k, position))
+    fuse_rope(program)
+    assert ROPE not in calls(program)
 
 
 def test_fuse_rope_positions_with_a_batch_axis_are_flattened_once() -> None:

@@ -117,7 +117,7 @@ def test_weights_quantized_at_export_are_those_of_torchao(bits: int, group_size:
     buffer, kinds = lowered(program)
     assert kinds.count("QuantizedMatmulNode") == 2
     assert torch.equal(model.embedding.weight, before), "the model was changed"
-    expected = by_torchao(model, bits, PerGroup(group_size), ASYMMETRIC)(TOKENS)
+    expected = by_torchao(model, bits, PerGroup(group_size), ASYMMETRIC if bits == 4 else SYMMETRIC)(TOKENS)
     torch.testing.assert_close(run(buffer), expected, rtol=0, atol=1e-4)
 
 
@@ -160,19 +160,61 @@ def test_rows_that_are_no_whole_number_of_groups_stay_floats_with_a_warning(capl
 
 
 class Gated(nn.Module):
+    """A router, and linear layers whose names are much like it."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(64, 4, bias=False)
-        self.other = nn.Linear(64, 4, bias=False)
+        self.router = nn.ModuleDict({"gate": nn.Linear(64, 4, bias=False)})
+        self.w_gate = nn.Linear(64, 4, bias=False)
+        self.gate = nn.Linear(64, 1024, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gate(x) * self.other(x)
+        return (self.router["gate"](x) * self.w_gate(x)).sum() * self.gate(x)
 
 
 def test_routers_stay_floats() -> None:
     program = torch.export.export(Gated().eval(), (torch.ones(2, 64),), strict=False)
     _, kinds = lowered(quantize_weights(program, 4, 32))
-    assert (kinds.count("QuantizedMatmulNode"), kinds.count("AddmmNode")) == (1, 1)
+    assert (kinds.count("QuantizedMatmulNode"), kinds.count("AddmmNode")) == (2, 1)
+
+
+def test_eight_bits_in_half_precision_stay_close() -> None:
+    model = Model().to(torch.bfloat16)
+    exact = model(TOKENS).float()
+    errors = {}
+    for bits in (4, 8):
+        result = run(lowered(quantize_weights(exported(model).run_decompositions({}), bits, 64))[0])
+        errors[bits] = float((result.float() - exact).pow(2).mean().sqrt())
+    assert errors[8] * 6 < errors[4]
+
+
+class Varied(nn.Module):
+    """A weight whose scales are an input, or made of it."""
+
+    def __init__(self, factor: float | None) -> None:
+        super().__init__()
+        self.packed, _, self.biases, *_ = affine(torch.zeros(64, 64, dtype=torch.int8), SCALES, None, -8, 7)
+        self.factor = factor
+
+    def forward(self, scales: torch.Tensor) -> torch.Tensor:
+        scales = scales if self.factor is None else scales * self.factor
+        result: torch.Tensor = dequantize(self.packed, scales, self.biases, 32, 4)
+        return result
+
+
+SCALES = torch.ones(64, 2)
+
+
+def test_a_weight_whose_parts_are_inputs_is_an_error_that_says_so() -> None:
+    with pytest.raises(ValueError, match="scales: expected a constant of the program, got an input"):
+        lowered(torch.export.export(Varied(None), (SCALES,), strict=False))
+
+
+def test_a_weight_whose_parts_are_computed_stays_outside_with_a_reason() -> None:
+    partitioner = MLXPartitioner()
+    to_edge_transform_and_lower(torch.export.export(Varied(2.0), (SCALES,), strict=False), partitioner=[partitioner])
+    (call,) = partitioner.not_delegated
+    assert "its operands are computed" in call.reason
 
 
 class Both(nn.Module):
