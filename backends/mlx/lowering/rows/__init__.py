@@ -54,8 +54,8 @@ def _unfit_number(node: Node) -> str | None:
     tensor = given.get("self")
     for argument in target._schema.arguments:
         number = given.get(argument.name)
-        is_number = str(argument.type) in _NUMBERS and type(number) in (int, float) and math.isfinite(number)
-        if not is_number or not isinstance(tensor, Node):
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+        if str(argument.type) not in _NUMBERS or not is_number or not isinstance(tensor, Node):
             continue
         dtype = torch.result_type(tensor.meta["val"], number)
         is_integer = not dtype.is_floating_point and dtype is not torch.bool

@@ -49,8 +49,8 @@ def _has_wide_number(node: Node) -> bool:
         return False
     for value in node.args[:2]:
         if isinstance(value, Node):
-            operand = value.meta["val"]
-            if isinstance(operand, torch.Tensor) and operand.ndim == 0 and operand.dtype is torch.float32:
+            tensor = value.meta["val"]
+            if isinstance(tensor, torch.Tensor) and tensor.ndim == 0 and tensor.dtype is torch.float32:
                 return True
         elif math.isfinite(value):
             rounded = float(torch.tensor(value, dtype=torch.float32).to(dtype))
