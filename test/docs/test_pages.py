@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("docs/cache.md", "docs/add-a-layout.md", "extension/llm/cache/README.md")
+PAGES = (
+    "docs/cache.md",
+    "docs/add-a-layout.md",
+    "docs/plain-torch.md",
+    "docs/quantization.md",
+    "extension/llm/cache/README.md",
+)
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _EXPECTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The pages that export or run a language model in Python: it runs, and prints what its comments say."""
+"""The pages whose Python needs an exported SmolLM2: it runs, and prints what its comments say."""
 
 from __future__ import annotations
 
@@ -21,18 +21,9 @@ _EXPECTED = re.compile(r"^(?: *print\(.*\)  )?# (.*?)(?:: .*)?$", re.MULTILINE)
 def test_page_prints_what_it_says(smollm2: Any, tmp_path: Path, page: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "smollm2").symlink_to(smollm2.folder)
-    check(page, tmp_path)
-
-
-@pytest.mark.parametrize("page", ["docs/plain-torch.md", "docs/quantization.md"])
-def test_page_without_a_model_prints_what_it_says(tmp_path: Path, page: str) -> None:
-    check(page, tmp_path)
-
-
-def check(page: str, folder: Path) -> None:
     code = "\n".join(_BLOCK.findall((ROOT / page).read_text()))
     expected = _EXPECTED.findall(code)
     assert expected
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == expected
