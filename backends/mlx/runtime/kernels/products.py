@@ -175,7 +175,10 @@ def _in_float32_on_cpu(function: Callable[..., mx.array]) -> Callable[..., mx.ar
 def _multiplied(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None, *, is_on_cpu: bool, transpose: bool, **how: Any
 ) -> mx.array:
-    if not is_on_cpu or x.size < _MANY_ROWS * x.shape[-1] or biases is None:
+    is_faster = is_on_cpu and x.size >= _MANY_ROWS * x.shape[-1]
+    # MLX 0.32.4's kernel for NVIDIA's Hopper gives other numbers where a row is one group.
+    is_one_group = scales.shape[-1] == 1
+    if biases is None or not (is_faster or is_one_group):
         return mx.quantized_matmul(x, w, scales, biases, transpose=transpose, **how)
     weight = mx.dequantize(w, scales, biases, **how)
     return x @ (weight.swapaxes(-1, -2) if transpose else weight)

@@ -464,8 +464,11 @@ class InParts(PlainAttentionModel):
         return logits.argmax(-1) if self.is_greedy else logits
 
 
-@pytest.mark.parametrize("is_outlined", [True, False], ids=["outline", "no outline"])
-@pytest.mark.parametrize("methods", [("forward",), ("forward", "forward_greedy")], ids=len)
+@pytest.mark.parametrize(
+    ("methods", "is_outlined"),
+    [(("forward",), False), (("forward", "forward_greedy"), True)],
+    ids=["one method, no outline", "two methods, outline"],
+)
 def test_constants_that_several_delegates_use_often_are_right(methods: tuple[str, ...], is_outlined: bool) -> None:
     models: dict[str, Any] = {name: InParts(is_greedy=name != "forward").eval() for name in methods}
     programs = {name: export_flat(model) for name, model in models.items()}

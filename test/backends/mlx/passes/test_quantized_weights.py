@@ -74,13 +74,12 @@ CONFIGURATIONS = [
     *[
         pytest.param(bits, granularity, mapping, torch.float32, True, id=f"{bits}-{name}-{mapping.name.lower()}")
         for bits in (4, 8)
-        for granularity, name in (
-            (PerGroup(32), "g32"),
-            (PerGroup(64), "g64"),
-            (PerGroup(128), "g128"),
-            (PerAxis(0), "rows"),
+        for granularity, name, mapping in (
+            (PerGroup(32), "g32", SYMMETRIC),
+            (PerGroup(64), "g64", ASYMMETRIC),
+            (PerGroup(128), "g128", SYMMETRIC),
+            (PerAxis(0), "rows", ASYMMETRIC),
         )
-        for mapping in (SYMMETRIC, ASYMMETRIC)
     ],
     *[
         pytest.param(bits, PerGroup(32), ASYMMETRIC, dtype, True, id=f"{bits}-{str(dtype)[6:]}")
