@@ -128,10 +128,7 @@ def keep_names(originals: Iterable[Node], copies: Iterable[Node]) -> None:
 
 def copy_program(program: ExportedProgram) -> ExportedProgram:
     """Return a copy whose graph, signature and table of constants may be changed; the tensors are shared."""
-    with warnings.catch_warnings():
-        # torch's tree specs use what torch warns of.
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        module = copy.deepcopy(program.graph_module)
+    module = copy.deepcopy(program.graph_module)
     keep_names(program.graph.nodes, module.graph.nodes)
     module.recompile()
     return program._update(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,6 +23,8 @@ console = Console(stderr=True, highlight=False)
 
 def run(main: Callable[[], None]) -> None:
     """Run a command; an expected error is printed in one line and ends it with status 2."""
+    # What torch copies while it exports uses what torch warns of.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     try:
         main()
     except KeyboardInterrupt:
