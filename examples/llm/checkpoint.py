@@ -67,14 +67,13 @@ def load_checkpoint(source: str, dtype: torch.dtype, *, keep_blocks: bool = Fals
     return Checkpoint(model.eval().requires_grad_(False), tokenizer)
 
 
-def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Convert a model's weights, but for those that it keeps in float32.
 
     ``model.to`` would also round what is computed and not stored, such as rotary frequencies.
     """
-    patterns = set(model._keep_in_fp32_modules_strict or ())
-    if dtype is torch.float16:
-        patterns |= set(model._keep_in_fp32_modules or ())
+    names = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype is torch.float16 else [])]
+    patterns = {pattern for name in names for pattern in getattr(model, name, None) or ()}
     kept = re.compile("|".join(rf"(^|\.){re.escape(pattern)}($|\.)" for pattern in patterns) or "(?!)")
     stored = model.state_dict(keep_vars=True)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -41,9 +41,8 @@ def quantize_weights(program: ExportedProgram, bits: int, group_size: int = 64) 
     """Return a program whose linear layers and embeddings have quantized weights.
 
     The numbers are torchao's: round to nearest, ``IntxWeightOnlyConfig`` with ``PerGroup(group_size)``, asymmetric in 4
-    bits and symmetric in 8, whose zero points half precision would round.
-    Routers of experts, and weights whose rows are no whole number of groups, stay as they are; the latter with a
-    warning.
+    bits and symmetric in 8, whose zero points half precision would round. Routers of experts, weights that are
+    quantized already, and weights whose rows are no whole number of groups stay as they are; the latter with a warning.
 
     Args:
         program: it is not changed, and shares its other tensors with the result.

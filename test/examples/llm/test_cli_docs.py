@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from oracles.tools import ROOT, tool
+
 PAGE = (ROOT / "docs" / "cli.md").read_text()
 
 
 def test_cli_page_is_what_the_parsers_say() -> None:
-    spec = importlib.util.spec_from_file_location("cli_docs", ROOT / "tools" / "cli_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.page() == PAGE, "run python tools/cli_docs.py"
+    assert tool("cli_docs").page() == PAGE, "run python tools/cli_docs.py"
 
 
 @pytest.mark.parametrize("command", ["export_llm", "run_llm", "run_llm_batched", "bench_llm"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from executorch_mlx.examples.llm.supported import UnsupportedModelError
 from executorch_mlx.extension.llm.cache import CacheSession
 from oracles.language_models import KINDS, VOCABULARY, small_model
 from oracles.language_models import REFUSED as REFUSED_KINDS
+from oracles.tools import ROOT, tool
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -37,19 +36,7 @@ TOGETHER = [
 ]
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 
-ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()
-
-
-@cache
-def models_page() -> Any:
-    """Return the module that writes the page."""
-    spec = importlib.util.spec_from_file_location("models_page", ROOT / "tools" / "models_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run_alone(model: LanguageModel, tokens: list[int], steps: list[tuple[int, int]]) -> torch.Tensor:
@@ -80,7 +67,7 @@ def test_model_is_one_delegate_and_equals_hugging_face(tmp_path: Path, name: str
     assert (report.num_delegates, report.not_delegated) == (1, ())
     assert tuple(layer.window for layer in report.layers) == kind.windows
     assert {(layer.head_dim, layer.v_head_dim) for layer in report.layers} == kind.head_dims
-    assert models_page().row(kind, report) in PAGE, "run python tools/models_page.py"
+    assert tool("models_page").row(kind, report) in PAGE, "run python tools/models_page.py"
 
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in LENGTHS]

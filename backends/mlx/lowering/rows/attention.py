@@ -12,15 +12,9 @@ from .base import Row, dtype_of, rank_of
 
 def _layer_norm(builder: GraphBuilder, node: Node) -> None:
     given = arguments(node)
-    weight, bias = given["weight"], given["bias"]
-    builder.emit(
-        "LayerNormNode",
-        x=builder.read(given["input"]),
-        out=builder.write(node),
-        weight=None if weight is None else builder.read(weight),
-        bias=None if bias is None else builder.read(bias),
-        eps=given["eps"],
-    )
+    operands = {"x": given["input"], "weight": given["weight"], "bias": given["bias"]}
+    operands = {name: builder.read(operand) for name, operand in operands.items()}
+    builder.emit("LayerNormNode", out=builder.write(node), eps=given["eps"], **operands)
 
 
 def _check_norm(node: Node) -> str | None:
@@ -33,7 +27,7 @@ def _rms_norm(builder: GraphBuilder, node: Node) -> None:
     builder.emit(
         "RMSNormNode",
         x=builder.read(given["input"]),
-        weight=None if weight is None else builder.read(weight),
+        weight=builder.read(weight),
         out=builder.write(node),
         # torch computes half precision in float32, and takes that type's default.
         eps=torch.finfo(torch.float32).eps if eps is None else eps,
@@ -71,7 +65,7 @@ def _sdpa(builder: GraphBuilder, node: Node) -> None:
         v=builder.read(given["value"]),
         out=builder.write(node),
         scale=float(head_dim) ** -0.5 if scale is None else scale,
-        mask=None if mask is None else builder.read(mask),
+        mask=builder.read(mask),
         causal=given["is_causal"],
     )
 

@@ -33,7 +33,7 @@ def _linear(builder: GraphBuilder, node: Node) -> None:
         "AddmmNode",
         mat1=builder.read(given["input"]),
         mat2=weight,
-        bias=None if bias is None else builder.read(bias),
+        bias=builder.read(bias),
         out=builder.write(node),
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,19 +9,15 @@ import pytest
 from flatc_oracle import SCHEMA
 
 from executorch_mlx.backends.mlx.program import _schema
+from oracles.tools import tool
 
-_PATH = Path(__file__).resolve().parents[4] / "tools" / "generate_schema.py"
 # The Python types of False, 0 and 0.0 tell the scalars apart; == does not.
 Row = tuple[str, int, str, bool, bool, Any]
 
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_schema", _PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module: ModuleType = tool("generate_schema")
     return module
 
 
