@@ -11,8 +11,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..program import Graph, Node, Tid
-from .device import DTYPES, mx
+from ..program import Graph, Node, ProgramError, Tid
+from .device import DTYPES, MEMORY_BYTES, mx
 
 
 class Factor(NamedTuple):
@@ -46,6 +46,9 @@ def expand(
         graph: the program.
         constants: its constants, by slot.
         shared: weights that other programs have expanded, by their constants' names; new ones are added.
+
+    Raises:
+        ProgramError: there is no room for them.
     """
     names = {named.slot.idx: named.name for named in graph.named_slots}
     nodes = [node for chain in graph.instruction_chains for node in chain.instructions]
@@ -59,26 +62,32 @@ def expand(
         node.out: node for node in nodes if node.kind == "AsTypeNode" and is_fixed(node.x) and writes[node.out] == 1
     }
     factors: dict[int, Factor] = {}
+    taken = 0
     for node in nodes:
         if node.kind != "QuantizedMatmulNode" or node.mode != "affine":
             continue
-        slots = [casts[slot].x if slot in casts else slot for slot in (node.w, node.scales, node.biases)]
+        slots = [node.w, *(casts[slot].x if slot in casts else slot for slot in (node.scales, node.biases))]
         if not all(map(is_fixed, slots)):
             continue
-        key = (*(names[slot.idx] for slot in slots), node.group_size, node.bits)
         packed, scales, biases = (constants[slot.idx] for slot in slots)
+        scales, biases = (
+            array.astype(DTYPES[casts[slot].scalar_type]) if slot in casts else array
+            for slot, array in ((node.scales, scales), (node.biases, biases))
+        )
+        key = (*(names[slot.idx] for slot in slots), str(scales.dtype), str(biases.dtype), node.group_size, node.bits)
         weight = shared.get(key)
         if weight is None:
-            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-            weight = mx.dequantize(packed, scales, biases, group_size=node.group_size, bits=node.bits)
+            taken += 4 * scales.size * node.group_size
+            if taken > MEMORY_BYTES:
+                raise ProgramError(
+                    f"its weights in float32 take {taken} bytes or more, there are {MEMORY_BYTES}: load it with"
+                    " cpu_weights='stored'"
+                )
+            parts = packed, scales.astype(mx.float32), biases.astype(mx.float32)
+            weight = shared[key] = mx.dequantize(*parts, group_size=node.group_size, bits=node.bits)
             mx.eval(weight)
-            shared[key] = weight
-        dtypes = [
-            DTYPES[casts[slot].scalar_type] if slot in casts else constants[slot.idx].dtype
-            for slot in (node.scales, node.biases)
-        ]
         turned = weight.swapaxes(-1, -2) if node.transpose else weight
-        factors[id(node)] = Factor(turned, mx.result_type(*dtypes))
+        factors[id(node)] = Factor(turned, mx.result_type(scales, biases))
     left = [node for node in nodes if id(node) not in factors]
     outputs = {entry.slot for entry in graph.output_map}
     read = _read(left) | outputs

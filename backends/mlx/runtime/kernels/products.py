@@ -180,7 +180,8 @@ def _multiplied(
     is_one_group = scales.shape[-1] == 1
     if biases is None or not (is_faster or is_one_group):
         return mx.quantized_matmul(x, w, scales, biases, transpose=transpose, **how)
-    weight = mx.dequantize(w, scales, biases, **how)
+    dtype = mx.result_type(x, scales, biases)
+    weight = mx.dequantize(w, scales.astype(dtype), biases.astype(dtype), **how)
     return x @ (weight.swapaxes(-1, -2) if transpose else weight)
 
 
