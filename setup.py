@@ -35,12 +35,12 @@ def load_schema_generator():
     return module
 
 
-def extension(name, **options):
+def extension(name, *flags, **options):
     """Describe a native part of the runtime, in the limited API: one binary serves every Python."""
     return Extension(
         f"{PACKAGE}.backends.mlx.runtime._{name}",
         sources=[f"backends/mlx/csrc/{name}.cpp"],
-        extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall"],
+        extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-Wall", *flags],
         py_limited_api=True,
         **options,
     )
@@ -51,6 +51,8 @@ TRAMPOLINE = extension(
 )
 # macOS has a fast BLAS, which MLX uses by itself.
 BLAS = [extension("blas")] if sys.platform == "linux" else []
+# It chooses among instruction sets by itself when it is called. GCC on Linux needs -pthread for std::thread.
+ATTENTION = extension("attention", "-O3", "-pthread", extra_link_args=["-pthread"])
 
 
 class BuildAgainstExecuTorch(build_ext):
@@ -87,7 +89,7 @@ setup(
         if not name.endswith("csrc")
     ],
     package_data={"": ["py.typed", "*.pyi"]},
-    ext_modules=[TRAMPOLINE, *BLAS],
+    ext_modules=[TRAMPOLINE, *BLAS, ATTENTION],
     cmdclass={"build_ext": BuildAgainstExecuTorch},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -8,19 +8,39 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from executorch_mlx.backends.mlx.runtime.caches import MLXBatchCellCache
+from executorch_mlx.backends.mlx.runtime.caches import MLXBatchCellCache, MLXBatchPagedCache
+from executorch_mlx.backends.mlx.runtime.caches.ragged import COMPOSED
 from executorch_mlx.extension.llm.cache import CacheConfig, build, register_builder
-from executorch_mlx.extension.llm.cache.reference import EagerBatchCellCache
+from executorch_mlx.extension.llm.cache.reference import EagerBatchCellCache, EagerBatchPagedCache
 
 from .arrays import ARRAYS
 from .naive_attention import TOLERANCE
-from .naive_batch import ORACLES, Dims, NaiveBatch, NaiveCells
+from .naive_batch import ORACLES, Dims, NaiveBatch, NaiveCells, NaivePrivate
 from .sequence_pair import InjectedError, Rows, random_rows
 
 # Cells read in the way that a device does not choose by itself.
 OTHER_CELLS = {"eager": "cells, gathered", "MLXBackend": "cells, masked"}
 register_builder("eager", OTHER_CELLS["eager"], type("Gathered", (EagerBatchCellCache,), {"gathers": True}))
 register_builder("MLXBackend", OTHER_CELLS["MLXBackend"], type("Masked", (MLXBatchCellCache,), {"gathers": False}))
+
+# Pages so small that short sequences have several, read in the way of the device and in the way of any.
+SMALL_PAGES = "pages of four"
+COMPOSED_PAGES = "pages of three, composed"
+register_builder("eager", SMALL_PAGES, type("SmallPages", (EagerBatchPagedCache,), {"page_size": 4}))
+register_builder("MLXBackend", SMALL_PAGES, type("SmallPages", (MLXBatchPagedCache,), {"page_size": 4}))
+register_builder(
+    "MLXBackend",
+    COMPOSED_PAGES,
+    type("ComposedPages", (MLXBatchPagedCache,), {"page_size": 3, "row_attention": COMPOSED}),
+)
+KINDS = {
+    "eager": ("batched-cell", "batched-sequence", "batched-paged", OTHER_CELLS["eager"], SMALL_PAGES),
+    "MLXBackend": (
+        *("batched-cell", "batched-sequence", "batched-paged"),
+        *(OTHER_CELLS["MLXBackend"], SMALL_PAGES, COMPOSED_PAGES),
+    ),
+}
+"""All batched kinds, by backend."""
 
 Answer = npt.NDArray[np.float32]
 
@@ -49,7 +69,7 @@ class BatchPair:
         self.cache: Any = build(backend, kind, config)
         windows = [layer.window for layer in config.layers]
         dims = Dims(config.capacity, windows, config.max_write, config.kv_dtype, q_dtype)
-        self.oracle: NaiveBatch = ORACLES.get(kind, NaiveCells)(dims)
+        self.oracle: NaiveBatch = (NaivePrivate if "page" in kind else ORACLES.get(kind, NaiveCells))(dims)
         self.q_dtype = q_dtype
         self._group = group
         self._random = np.random.default_rng(seed)

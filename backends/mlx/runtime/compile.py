@@ -11,9 +11,10 @@ from ..program.dtypes import SCALAR_TYPE_NAMES
 from ..program.verify import static_shape
 from .device import DTYPES, MEMORY_BYTES, mx
 from .expand import Expansion
+from .fuse import Fusion, Product
 from .guard import guarded
 from .kernels import KERNELS, At, Step, StepState, check_extent
-from .kernels.products import expanded_product
+from .kernels.products import expanded_product, fused_product
 
 # What is worth making of a constant once instead of in each run: a linear layer's transposed weight, scales that are
 # stored in half precision.
@@ -48,6 +49,7 @@ class CompiledProgram:
         *,
         allow_kernels: bool = False,
         expansion: Expansion | None = None,
+        fusion: Fusion | None = None,
     ) -> None:
         """Compile.
 
@@ -57,6 +59,7 @@ class CompiledProgram:
             facts: what ``verify_graph`` said of it; by default it is asked.
             allow_kernels: whether kernels run whose source comes with the program.
             expansion: its quantized weights in float32, where they are to be.
+            fusion: its products that are computed at once, where they are to be; ``constants`` lacks what they hold.
 
         Raises:
             ProgramError: a graph that cannot be run, or an instruction that this runtime does not know.
@@ -67,11 +70,19 @@ class CompiledProgram:
         nodes = graph.instruction_chains[graph.main_chain_idx].instructions
         every = [node for chain in graph.instruction_chains for node in chain.instructions]
         unused: frozenset[int] = frozenset() if expansion is None else expansion.unused
+        products: Mapping[int, Product] = {}
+        if fusion is not None:
+            unused, products = unused | fusion.unused, fusion.products
+        # Other programs find these only as long as someone holds them.
+        held = [*products.values(), *(() if expansion is None else expansion.factors.values())]
+        self._shared = [product.weight for product in held]
         self.uses_cache = any(node.kind == "UpdateAndAttendNode" for node in every)
 
         def compiled(node: Node, at: At) -> Step:
+            if id(node) in products:
+                return fused_product(products[id(node)], at)
             factor = None if expansion is None else expansion.factors.get(id(node))
-            step = KERNELS[node.kind](node, at) if factor is None else expanded_product(node, at, *factor)
+            step = KERNELS[node.kind](node, at) if factor is None else expanded_product(node, at, factor)
             return guarded(step, node, at) if id(node) in facts.open else step
 
         def compiled_chain(index: int, at: At) -> list[Step]:
@@ -82,7 +93,7 @@ class CompiledProgram:
         at = At(graph.num_tensors, known, graph.num_constant_tensors, compiled_chain)
         # The last entry is the run's StepState.
         self._initial: list[Any] = [None] * (graph.num_tensors + graph.num_values + 1)
-        for index, array in (constants if expansion is None else expansion.constants).items():
+        for index, array in constants.items():
             self._initial[index] = array
         self._buffers = graph.buffer_tensors
         for index in self._buffers:

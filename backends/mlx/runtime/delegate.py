@@ -26,6 +26,7 @@ from .caches import MLXCache
 from .compile import CompiledProgram, check_supported
 from .device import DTYPES, MEMORY_BYTES, STREAM, dtype_name, exclusive, mx
 from .expand import expand
+from .fuse import fuse
 
 logger = logging.getLogger("executorch_mlx")
 
@@ -90,6 +91,8 @@ class Delegate:
         with exclusive(), mx.stream(STREAM):
             constants = _import_constants(graph, named_data, shared)
             expansion = expand(graph, constants, shared.constants) if shared.expand_weights else None
+            constants = constants if expansion is None else expansion.constants
+            fusion = fuse(graph, constants, expansion, shared.constants)
             try:
                 self.program = CompiledProgram(
                     graph,
@@ -97,6 +100,7 @@ class Delegate:
                     facts,
                     allow_kernels=shared.allow_kernels,
                     expansion=expansion,
+                    fusion=fusion,
                 )
             except (IndexError, TypeError, ValueError) as error:
                 raise ProgramError(f"an instruction cannot be compiled: {error}") from error

@@ -16,9 +16,16 @@ from .device import DTYPES, MEMORY_BYTES, mx
 
 
 class Factor(NamedTuple):
-    """A quantized product's weight, float32 [columns, rows], and the dtype that its parameters had."""
+    """A quantized product's weight in float32.
+
+    Attributes:
+        weight: [rows, columns], or the other way round.
+        is_transposed: whether it is the other way round.
+        dtype: the dtype that its parameters had.
+    """
 
     weight: mx.array
+    is_transposed: bool
     dtype: mx.Dtype
 
 
@@ -32,7 +39,7 @@ class Expansion:
         constants: the constants that are still read, by slot.
     """
 
-    factors: Mapping[int, Factor]
+    factors: dict[int, Factor]
     unused: frozenset[int]
     constants: dict[int, mx.array]
 
@@ -86,8 +93,7 @@ def expand(
             parts = packed, scales.astype(mx.float32), biases.astype(mx.float32)
             weight = shared[key] = mx.dequantize(*parts, group_size=node.group_size, bits=node.bits)
             mx.eval(weight)
-        turned = weight.swapaxes(-1, -2) if node.transpose else weight
-        factors[id(node)] = Factor(turned, mx.result_type(scales, biases))
+        factors[id(node)] = Factor(weight, node.transpose, mx.result_type(scales, biases))
     left = [node for node in nodes if id(node) not in factors]
     outputs = {entry.slot for entry in graph.output_map}
     read = _read(left) | outputs

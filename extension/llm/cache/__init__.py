@@ -6,12 +6,13 @@ are imported by whoever exports or runs a model eagerly.
 
 from .batch import BatchCache
 from .batch_cell import BatchCellCache
+from .batch_paged import BatchPagedCache
 from .batch_sequence import BatchSequenceCache, SequencesPlan
 from .config import CacheConfig, LayerConfig, layers_from_constants
 from .errors import CacheError, CacheFullError, CacheLostError, StepError
 from .faces import BatchControl, CacheControl, SequenceControl
 from .layout import CacheLayout
-from .plan import CellPlan, LayerPlan, Mask, RowGroup, Run, Span
+from .plan import CellPlan, LayerPlan, Mask, PagedPlan, PagedRead, PagedStep, RowGroup, Run, Span
 from .registry import build, register_builder
 from .sequence import SequenceCache
 from .session import CacheSession, active_cache
@@ -20,6 +21,7 @@ __all__ = [
     "BatchCache",
     "BatchCellCache",
     "BatchControl",
+    "BatchPagedCache",
     "BatchSequenceCache",
     "CacheConfig",
     "CacheControl",
@@ -32,6 +34,9 @@ __all__ = [
     "LayerConfig",
     "LayerPlan",
     "Mask",
+    "PagedPlan",
+    "PagedRead",
+    "PagedStep",
     "RowGroup",
     "Run",
     "SequenceCache",

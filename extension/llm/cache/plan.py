@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,58 @@ class CellPlan:
     groups: tuple[RowGroup, ...]
     pool_cells: int
     window: int | None
+
+
+class PagedRead(NamedTuple):
+    """What one span of a step reads in the layers of a window.
+
+    Attributes:
+        span: whose tokens they are.
+        pages: the sequence's pages, in order, with those that the step adds.
+        first: the first key read, in slots from the beginning of the first page.
+        length: how many keys are read, the span's own included.
+        mask: how visibility follows from the positions.
+    """
+
+    span: Span
+    pages: Sequence[int]
+    first: int
+    length: int
+    mask: Mask
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """A step of many sequences in the layers of a window.
+
+    Attributes:
+        window: the window.
+        write: the slot that receives each token.
+        reads: what is read, span by span.
+        num_pages: the pages that the pools must have before the write.
+    """
+
+    window: int | None
+    write: tuple[int, ...]
+    reads: tuple[PagedRead, ...]
+    num_pages: int
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """A step of many sequences on one layer.
+
+    Attributes:
+        layer: the layer's id.
+        positions: each token's position.
+        step: what the layers of the same window do; the same object for each of them.
+        is_written: whether the layer has been written in this step, so that it only reads.
+    """
+
+    layer: int
+    positions: tuple[int, ...]
+    step: PagedStep
+    is_written: bool
 
 
 def runs_of(slots: Sequence[int]) -> tuple[Run, ...]:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from .batch_cell import BatchCellCache
+from .batch_paged import BatchPagedCache
 from .batch_sequence import BatchSequenceCache
 from .config import CacheConfig
-from .plan import CellPlan, LayerPlan, Mask, RowGroup, Run
+from .plan import CellPlan, LayerPlan, Mask, PagedPlan, PagedRead, RowGroup, Run, runs_of
 from .registry import register_builder
 from .sequence import SequenceCache, grown_slots
 
@@ -102,6 +103,55 @@ class EagerBatchCellCache(BatchCellCache):
         self._pools = [None] * len(self.config.layers)
 
 
+class EagerBatchPagedCache(BatchPagedCache):
+    """One pool of pages per layer in torch tensors, [1, H, slots, D]."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        super().__init__(config)
+        self._pools: list[_Pair | None] = [None] * len(config.layers)
+
+    def _attend(self, plan: PagedPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        pools = self._with_pages(plan.layer, plan.step.num_pages, k.device)
+        if not plan.is_written:
+            _write(pools, runs_of(plan.step.write), k, v)
+        return torch.cat([self._answered(plan, read, pools, q, scale) for read in plan.step.reads], dim=2)
+
+    def _answered(self, plan: PagedPlan, read: PagedRead, pools: _Pair, q: torch.Tensor, scale: float) -> torch.Tensor:
+        rows = slice(read.span.start, read.span.stop)
+        slots = [self._slot(read, index) for index in range(read.first, read.first + read.length)]
+        last = plan.positions[rows][-1]
+        queries = torch.tensor(plan.positions[rows])[:, None]
+        keys = torch.arange(last + 1 - read.length, last + 1)
+        visible = keys <= queries
+        if plan.step.window is not None:
+            visible &= keys > queries - plan.step.window
+        its_k, its_v = (pool[:, :, slots].to(q.dtype) for pool in pools)
+        return F.scaled_dot_product_attention(
+            q[:, :, rows], its_k, its_v, attn_mask=visible.to(q.device), scale=scale, enable_gqa=True
+        )
+
+    def _slot(self, read: PagedRead, index: int) -> int:
+        return read.pages[index // self.page_size] * self.page_size + index % self.page_size
+
+    def _copy_pages(self, window: int | None, copies: Sequence[tuple[int, int]], num_pages: int) -> None:
+        size = self.page_size
+        for layer, pair in enumerate(self._pools):
+            if pair is not None and self.config.layers[layer].window == window:
+                for pool in self._with_pages(layer, num_pages, pair[0].device):
+                    for source, target in copies:
+                        pool[:, :, target * size : (target + 1) * size] = pool[
+                            :, :, source * size : (source + 1) * size
+                        ]
+
+    def _with_pages(self, layer: int, num_pages: int, device: torch.device) -> _Pair:
+        slots = num_pages * self.page_size
+        pools = self._pools[layer] = _grown(self.config, layer, self._pools[layer], slots, slots, device)
+        return pools
+
+    def _forget(self) -> None:
+        self._pools = [None] * len(self.config.layers)
+
+
 def _grown(config: CacheConfig, layer: int, pools: _Pair | None, needed: int, most: int, device: torch.device) -> _Pair:
     """Return a layer's pools with at least ``needed`` slots and the old bytes at the same indices."""
     slots = 0 if pools is None else pools[0].shape[2]
@@ -147,6 +197,7 @@ def _visible(plan: LayerPlan, device: torch.device) -> torch.Tensor:
 for _kind, _builder in (
     ("sequence", EagerSequenceCache),
     ("batched-cell", EagerBatchCellCache),
+    ("batched-paged", EagerBatchPagedCache),
     ("batched-sequence", EagerBatchSequenceCache),
     ("batched", EagerBatchSequenceCache),
 ):

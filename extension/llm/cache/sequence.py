@@ -10,7 +10,7 @@ from .errors import CacheFullError, StepError
 from .faces import SequenceControl
 from .layout import CacheLayout, OpenStep
 from .plan import LayerPlan, Mask, Run
-from .policies import policy_for
+from .policies import LayerPolicy, policy_for
 
 SequenceT = TypeVar("SequenceT", bound="SequenceCache")
 
@@ -113,12 +113,7 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
 
     def _check_step(self, positions: tuple[int, ...]) -> None:
         start, num_tokens = self._position, len(positions)
-        for expected, given in enumerate(positions, start):
-            if given != expected:
-                raise ValueError(
-                    f"position {given} where {expected} was due: the sequence holds {start} tokens, and a step"
-                    " continues it without gaps or repeats"
-                )
+        check_continues(start, positions)
         if start + num_tokens > self.capacity:
             raise CacheFullError(
                 f"the cache is full: it holds {start} of {self.capacity} tokens and the step brings {num_tokens};"
@@ -140,12 +135,6 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
             )
         policy = self._policies[layer]
         first_key = policy.first_visible(start)
-        if stop - start == 1:
-            mask = Mask.NONE
-        elif policy.first_visible(stop - 1) <= first_key:
-            mask = Mask.CAUSAL
-        else:
-            mask = Mask.BAND
         write: tuple[Run, ...] = () if layer in self._step.written else policy.runs(start, stop)
         return LayerPlan(
             layer=layer,
@@ -154,7 +143,7 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
             read=policy.runs(first_key, stop),
             first_key=first_key,
             pool_slots=min(stop, policy.slots),
-            mask=mask,
+            mask=mask_for(policy, start, stop),
             window=policy.window,
         )
 
@@ -180,6 +169,23 @@ class SequenceCache(CacheLayout[LayerPlan], SequenceControl):
 
     def _roll_back(self, step: OpenStep) -> None:
         self._truncate(self._position)
+
+
+def check_continues(start: int, positions: tuple[int, ...]) -> None:
+    """Raise ValueError unless the positions are those from ``start`` on."""
+    for expected, given in enumerate(positions, start):
+        if given != expected:
+            raise ValueError(
+                f"position {given} where {expected} was due: the sequence holds {start} tokens, and a step continues it"
+                " without gaps or repeats"
+            )
+
+
+def mask_for(policy: LayerPolicy, start: int, stop: int) -> Mask:
+    """Return how visibility follows for queries at ``[start, stop)`` that read all that the first one sees."""
+    if stop - start == 1:
+        return Mask.NONE
+    return Mask.CAUSAL if policy.first_visible(stop - 1) <= policy.first_visible(start) else Mask.BAND
 
 
 def grown_slots(config: CacheConfig, current: int, needed: int, most: int) -> int:

@@ -6,6 +6,7 @@ from ...identity import BACKEND_IDS
 from ..device import mx
 from .base import MLXCache
 from .batch_cell import MLXBatchCellCache
+from .batch_paged import MLXBatchPagedCache
 from .batch_sequence import MLXBatchSequenceCache
 from .sequence import MLXSequenceCache, mask_of
 
@@ -13,11 +14,20 @@ from .sequence import MLXSequenceCache, mask_of
 # histories; on a CPU it takes longer.
 _CELLS_ARE_FASTER = mx.default_device().type == mx.gpu and mx.cuda.is_available()
 
-__all__ = ["KINDS", "MLXBatchCellCache", "MLXBatchSequenceCache", "MLXCache", "MLXSequenceCache", "mask_of"]
+__all__ = [
+    "KINDS",
+    "MLXBatchCellCache",
+    "MLXBatchPagedCache",
+    "MLXBatchSequenceCache",
+    "MLXCache",
+    "MLXSequenceCache",
+    "mask_of",
+]
 
 KINDS = {
     "sequence": MLXSequenceCache,
     "batched-cell": MLXBatchCellCache,
+    "batched-paged": MLXBatchPagedCache,
     "batched-sequence": MLXBatchSequenceCache,
     "batched": MLXBatchCellCache if _CELLS_ARE_FASTER else MLXBatchSequenceCache,
 }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from executorch_mlx.extension.llm.cache.config import CacheConfig
 from executorch_mlx.extension.llm.cache.plan import Run
 from executorch_mlx.extension.llm.cache.sequence import grown_slots
@@ -31,7 +33,7 @@ class Pools:
 
         Args:
             config: dims, storage dtype and initial size.
-            most_slots: per layer, the most slots its pools may have.
+            most_slots: per layer, the most slots its pools may have, unless a write needs more.
         """
         self._config = config
         self._dtype: mx.Dtype = getattr(mx, config.kv_dtype)
@@ -45,7 +47,14 @@ class Pools:
         return sum(pool.nbytes for pair in self._pairs if pair is not None for pool in pair)
 
     def write(
-        self, layer: int, num_slots: int, runs: Sequence[Run], k: mx.array, v: mx.array, zero: Sequence[Run] = ()
+        self,
+        layer: int,
+        num_slots: int,
+        runs: Sequence[Run],
+        k: mx.array,
+        v: mx.array,
+        zero: Sequence[Run] = (),
+        slots: mx.array | None = None,
     ) -> Pair:
         """Put a step's rows in place, lazily.
 
@@ -56,6 +65,7 @@ class Pools:
             k: keys [1, H_kv, n, D].
             v: values [1, H_kv, n, D_v].
             zero: slots to be zeroed first; those behind a pool's end are left out.
+            slots: the same as ``runs``, [1, 1, n, 1], where the caller has them at hand.
 
         Returns:
             The layer's pools.
@@ -64,20 +74,50 @@ class Pools:
         if not runs:
             assert pair is not None, "a layer that is asked again has been written"
             return pair
-        self._written.add(layer)
-        config, slots = self._config.layers[layer], 0 if pair is None else pair[0].shape[2]
-        keys, values = pair or (None, None)
-        if keys is None or slots < num_slots:
-            size = grown_slots(self._config, slots, num_slots, self._most[layer])
-            keys = _grown(keys, config.n_kv_heads, size, config.head_dim, self._dtype)
-            values = _grown(values, config.n_kv_heads, size, config.value_dim, self._dtype)
-        assert values is not None
-        stale = [Run(run.slot, min(run.length, slots - run.slot)) for run in zero if run.slot < slots]
+        held = 0 if pair is None else pair[0].shape[2]
+        keys, values = self.reserve(layer, num_slots)
+        stale = [Run(run.slot, min(run.length, held - run.slot)) for run in zero if run.slot < held]
         if stale:
             keys, values = _zeroed(keys, stale), _zeroed(values, stale)
-        written = (_written(keys, runs, k), _written(values, runs, v))
+        written = (_written(keys, runs, k, slots), _written(values, runs, v, slots))
         self._pairs[layer] = written
+        self._written.add(layer)
         return written
+
+    def copy(self, layer: int, num_slots: int, runs: Sequence[tuple[Run, Run]]) -> None:
+        """Copy rows within a layer's pools, from the first run of each pair to the second, lazily.
+
+        Args:
+            layer: the layer's id; nothing happens where it has no pools.
+            num_slots: the slots that its pools must have before.
+            runs: what is copied, and to where.
+        """
+        if self._pairs[layer] is None:
+            return
+        keys, values = self.reserve(layer, num_slots)
+        for source, target in runs:
+            keys, values = (
+                _written(pool, [target], mx.contiguous(pool[:, :, source.slot : source.slot + source.length]))
+                for pool in (keys, values)
+            )
+        self._pairs[layer] = (keys, values)
+        self._written.add(layer)
+
+    def reserve(self, layer: int, num_slots: int) -> Pair:
+        """Return a layer's pools, which have at least so many slots, as they are."""
+        config, pair = self._config.layers[layer], self._pairs[layer]
+        held = 0 if pair is None else pair[0].shape[2]
+        if pair is not None and held >= num_slots:
+            return pair
+        keys, values = pair or (None, None)
+        size = max(grown_slots(self._config, held, num_slots, self._most[layer]), num_slots)
+        grown = (
+            _grown(keys, config.n_kv_heads, size, config.head_dim, self._dtype),
+            _grown(values, config.n_kv_heads, size, config.value_dim, self._dtype),
+        )
+        self._pairs[layer] = grown
+        self._written.add(layer)
+        return grown
 
     def release(self) -> list[mx.array]:
         """Return the pools written since the last call; see ``MLXCache.release``."""
@@ -104,6 +144,11 @@ class Pools:
             mx.eval(self._pairs)
 
 
+def slots_of(slots: Sequence[int]) -> mx.array:
+    """Return slots as ``Pools.write`` takes them."""
+    return mx.array(np.array(slots, np.int32)[None, None, :, None])
+
+
 def read(pool: mx.array, runs: Sequence[Run], num_queries: int) -> mx.array:
     """Return the rows [1, heads, keys, dim] in the slots of ``runs``, in order; a view where that is safe."""
     first = runs[0]
@@ -128,12 +173,13 @@ def _prefix(pool: mx.array, kept: int, slots: int) -> mx.array:
     return _written(mx.zeros((1, heads, slots, dim), pool.dtype), [Run(0, kept)], pool[:, :, :kept])
 
 
-def _written(pool: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:
+def _written(pool: mx.array, runs: Sequence[Run], rows: mx.array, slots: mx.array | None = None) -> mx.array:
     """Return the pool with ``rows`` [1, heads, n, dim] in the slots of ``runs``, in order."""
     rows = rows.astype(pool.dtype)
     if len(runs) > _MOST_RUNS:
-        slots = [slot for run in runs for slot in range(run.slot, run.slot + run.length)]
-        return mx.put_along_axis(pool, mx.array(slots)[None, None, :, None], rows, axis=2)
+        if slots is None:
+            slots = slots_of([slot for run in runs for slot in range(run.slot, run.slot + run.length)])
+        return mx.put_along_axis(pool, slots, rows, axis=2)
     done = 0
     for run in runs:
         part = rows if run.length == rows.shape[2] else rows[:, :, done : done + run.length]

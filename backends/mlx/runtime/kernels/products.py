@@ -9,6 +9,8 @@ from typing import Any
 
 from ...program import Node, Tid
 from ..device import is_cpu, mx
+from ..expand import Factor
+from ..fuse import Product
 from .base import HALVES, At, Env, Row, Step, dtype_of, get, indices
 
 # From so many rows on MLX's CPU is faster with a weight in floats, made for one product, than with a quantized one.
@@ -185,13 +187,31 @@ def _multiplied(
     return x @ (weight.swapaxes(-1, -2) if transpose else weight)
 
 
-def expanded_product(node: Node, at: At, weight: mx.array, dtype: mx.Dtype) -> Step:
+def expanded_product(node: Node, at: At, factor: Factor) -> Step:
     """Return the step of a quantized product whose weight is there in float32, and whose parameters had a dtype."""
-    x, out = at(node.x), at(node.out)
+    x, out, dtype = at(node.x), at(node.out), factor.dtype
+    weight = factor.weight.swapaxes(-1, -2) if factor.is_transposed else factor.weight
 
     def step(env: Env) -> None:
         array = env[x]
         env[out] = (array.astype(mx.float32) @ weight).astype(mx.result_type(array, dtype))
+
+    return step
+
+
+def fused_product(product: Product, at: At) -> Step:
+    """Return the step of several products of one operand."""
+    x, weight, bias, dtype = at(product.x), product.weight.swapaxes(0, 1), product.bias, product.dtype
+    parts = [(at(part.out), part.start, part.stop) for part in product.parts]
+
+    def step(env: Env) -> None:
+        array = env[x]
+        if dtype is not None:
+            whole = (array.astype(mx.float32) @ weight).astype(mx.result_type(array, dtype))
+        else:
+            whole = array @ weight if bias is None else mx.addmm(bias, array, weight)
+        for out, start, stop in parts:
+            env[out] = whole[..., start:stop]
 
     return step
 

@@ -29,7 +29,7 @@ from executorch_mlx.extension.llm.cache import (
     active_cache,
 )
 from executorch_mlx.extension.llm.cache.op import update_and_attend
-from oracles.batch_pair import OTHER_CELLS, BatchPair
+from oracles.batch_pair import KINDS, BatchPair
 from oracles.naive_attention import TOLERANCE, round_to
 from oracles.sequence_pair import InjectedError, Rows, SequencePair
 
@@ -338,7 +338,7 @@ def clone_of_a_clone_past_the_ring(backend: str, kind: str) -> None:
         b = pair.clone(a, length - max_write)
         assert b is not None
         c = pair.clone(b, length - max_write - 1)
-        assert (c is None) is (kind == "batched-sequence")
+        assert (c is None) is ("cell" not in kind)
         pair.steps(*[[a, b] if c is None else [a, c, b]] * (window + 2))
 
 
@@ -417,7 +417,7 @@ def step_longer_than_the_ring_takes(backend: str, kind: str) -> None:
                 if kind == "sequence":
                     with pytest.raises(StepError, match=r"5 tokens.*at most 4"), lane.cache.step():
                         lane.pair.attend(0, lane.rows(0, 5, poisoned=True))
-                elif kind == "batched-sequence":
+                elif "cell" not in kind:
                     assert not lane.pair.declare([*lane.key] * 5)
                 else:
                     lane.step(5)
@@ -633,7 +633,7 @@ def full_to_the_last_token(backend: str, kind: str) -> None:
         assert lane.rewind(6)
         pair, a = lane.pair, lane.key[0]
         b = pair.clone(a)
-        if kind == "batched-sequence":
+        if "cell" not in kind:
             assert b is None
             b = pair.clone(a, 1)
         assert b is not None
@@ -868,11 +868,11 @@ class PublicCase(NamedTuple):
     kinds: tuple[str, ...]
 
     def kinds_on(self, backend: str) -> tuple[str, ...]:
-        """Return its kinds on a backend: cells are read in both ways."""
-        return (*self.kinds, OTHER_CELLS[backend]) if "batched-cell" in self.kinds else self.kinds
+        """Return its kinds on a backend: cells and pages are read in several ways."""
+        return (*self.kinds, *KINDS[backend][len(BATCHED) :]) if BATCHED[0] in self.kinds else self.kinds
 
 
-BATCHED = ("batched-cell", "batched-sequence")
+BATCHED = KINDS["eager"][:3]
 ALL = ("sequence", *BATCHED)
 
 CASES: dict[int, PublicCase] = {

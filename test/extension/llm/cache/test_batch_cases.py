@@ -12,11 +12,11 @@ import torch
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheLostError, LayerConfig, StepError, build
 from executorch_mlx.extension.llm.cache.batch import LEAST_MAX_SEQS
 from executorch_mlx.extension.llm.cache.cells import CellSequence
-from oracles.batch_pair import BatchPair
+from oracles.batch_pair import SMALL_PAGES, BatchPair
 from oracles.sequence_pair import InjectedError
 
 BACKENDS = ("eager", "MLXBackend")
-KINDS = ("batched-cell", "batched-sequence")
+KINDS = ("batched-cell", "batched-sequence", SMALL_PAGES)
 
 pytestmark = [pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("backend", BACKENDS)]
 
@@ -232,7 +232,7 @@ def test_step_that_fails_at_one_sequence_is_undone_for_all(
             raise InjectedError
         return original(*_)
 
-    owner = type(pair.cache) if kind == "batched-cell" else type(pair.cache).sequence_type
+    owner = type(pair.cache).sequence_type if kind == "batched-sequence" else type(pair.cache)
     original = owner._attend
     with monkeypatch.context() as patch:
         patch.setattr(owner, "_attend", failing)

@@ -9,7 +9,7 @@ import pytest
 
 from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig, build
 from oracles.arrays import ARRAYS
-from oracles.batch_pair import OTHER_CELLS
+from oracles.batch_pair import COMPOSED_PAGES, KINDS, OTHER_CELLS, SMALL_PAGES
 from oracles.sequence_pair import random_rows
 
 # Largest difference, relative and absolute, for values of order 1: both sides round the same softmax once.
@@ -84,18 +84,19 @@ class Parity:
 
 
 @pytest.mark.parametrize("num_seqs", range(1, 65))
-@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence"])
+@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence", "batched-paged"])
 def test_batch_of_any_size_on_mlx_equals_single_sequences(kind: str, num_seqs: int) -> None:
     Parity("MLXBackend", kind, num_seqs).run(4)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 7, 8, 9, 16, 31, 32, 33, 48, 64])
-def test_cells_read_behind_a_mask_on_mlx_equal_single_sequences(num_seqs: int) -> None:
-    Parity("MLXBackend", OTHER_CELLS["MLXBackend"], num_seqs).run(6)
+@pytest.mark.parametrize("kind", [OTHER_CELLS["MLXBackend"], SMALL_PAGES, COMPOSED_PAGES])
+def test_other_ways_of_reading_on_mlx_equal_single_sequences(kind: str, num_seqs: int) -> None:
+    Parity("MLXBackend", kind, num_seqs).run(6)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 8, 33, 64])
-@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence", "batched", OTHER_CELLS["eager"]])
+@pytest.mark.parametrize("kind", ["batched", *KINDS["eager"]])
 def test_batch_in_eager_torch_equals_single_sequences(kind: str, num_seqs: int) -> None:
     Parity("eager", kind, num_seqs).run(4)
 
@@ -104,13 +105,13 @@ def test_batch_in_eager_torch_equals_single_sequences(kind: str, num_seqs: int) 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("backend", "kind"),
-    [(backend, kind) for backend, other in OTHER_CELLS.items() for kind in ("batched-cell", "batched-sequence", other)],
+    [(backend, kind) for backend, kinds in KINDS.items() for kind in kinds],
 )
 def test_batch_in_half_precision_equals_single_sequences(backend: str, kind: str, dtype: str, num_seqs: int) -> None:
     Parity(backend, kind, num_seqs, dtype).run(6)
 
 
-@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence", OTHER_CELLS["MLXBackend"]])
+@pytest.mark.parametrize("kind", KINDS["MLXBackend"])
 def test_batch_past_a_rounded_extent_equals_single_sequences(kind: str) -> None:
     """A masked read's end is rounded up to 256 cells: cross it, and the growth of the pools with it."""
     parity = Parity("MLXBackend", kind, 24)

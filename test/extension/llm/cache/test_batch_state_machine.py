@@ -25,7 +25,7 @@ from executorch_mlx.extension.llm.cache import (
     SequenceCache,
     StepError,
 )
-from oracles.batch_pair import OTHER_CELLS, BatchPair
+from oracles.batch_pair import KINDS, SMALL_PAGES, BatchPair
 from oracles.cache_strategies import DTYPES, MUTANT_SEARCH, cache_configs
 from oracles.sequence_pair import InjectedError
 
@@ -377,7 +377,7 @@ def machine_for(backend: str, kind: str) -> type[BatchMachine]:
 
 @pytest.mark.parametrize(
     ("backend", "kind"),
-    [(backend, kind) for backend, other in OTHER_CELLS.items() for kind in ("batched-cell", "batched-sequence", other)],
+    [(backend, kind) for backend, kinds in KINDS.items() for kind in kinds],
 )
 def test_batch_under_random_operations_equals_naive_oracle(backend: str, kind: str) -> None:
     run_state_machine_as_test(machine_for(backend, kind), settings=settings())

@@ -1,0 +1,140 @@
+"""Pages that many sequences share, on MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import ClassVar
+
+from executorch_mlx.extension.llm.cache.batch_paged import BatchPagedCache
+from executorch_mlx.extension.llm.cache.config import CacheConfig
+from executorch_mlx.extension.llm.cache.plan import Mask, PagedPlan, PagedRead, PagedStep, Run, runs_of
+
+from ..device import mx
+from .base import MLXCache
+from .pools import Pair, Pools, read, slots_of
+from .ragged import RowAttention, Rows, row_attention
+
+
+class _StepArrays:
+    """What the layers of a window need of a step, made once."""
+
+    def __init__(self, step: PagedStep, page_size: int) -> None:
+        self._step = step
+        singles = [read for read in step.reads if read.mask is Mask.NONE]
+        self.rows = Rows.of(singles, page_size) if singles else None
+        self.spans = [read for read in step.reads if read.mask is not Mask.NONE]
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The slots that the step's tokens go to."""
+        return runs_of(self._step.write)
+
+    @cached_property
+    def slots(self) -> mx.array:
+        """The same as an array."""
+        return slots_of(self._step.write)
+
+
+class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
+    """The ``batched-paged`` layout: all single tokens of a step are answered by one attention call.
+
+    Attributes:
+        row_attention: how they are answered; None leaves it to the device.
+    """
+
+    row_attention: ClassVar[RowAttention | None] = None
+
+    def __init__(self, config: CacheConfig) -> None:
+        super().__init__(config)
+        whole, initial = (
+            -(-max(tokens, 1) // self.page_size) * self.page_size
+            for tokens in (config.capacity, config.initial_capacity)
+        )
+        self._pools = Pools(replace(config, initial_capacity=initial), [whole] * len(config.layers))
+        self._kept: dict[int | None, _StepArrays] = {}
+        # Results of kernels that write pools, which MLX does not know: what is not evaluated is not written.
+        self._results: list[mx.array] = []
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the pools take."""
+        return self._pools.num_bytes
+
+    def release(self) -> list[mx.array]:
+        """Return the pools written since the last call; see ``MLXCache.release``."""
+        results, self._results = self._results, []
+        return [*self._pools.release(), *results]
+
+    def _leave(self) -> None:
+        super()._leave()
+        self._kept.clear()
+
+    def _attend(self, plan: PagedPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+        step = plan.step
+        arrays = self._kept.get(step.window)
+        if arrays is None:
+            arrays = self._kept[step.window] = _StepArrays(step, self.page_size)
+        config = self.config.layers[plan.layer]
+        answer = self.row_attention or row_attention(config.head_dim, config.value_dim)
+        if answer.writes and not arrays.spans:
+            assert arrays.rows is not None, "a step has tokens"
+            pools = self._pools.reserve(plan.layer, self._slots(step.num_pages))
+            out = answer.attend(q, None if plan.is_written else (k, v), pools, arrays.rows, scale)
+            self._results.append(out)
+            return out
+        runs = () if plan.is_written else arrays.runs
+        pools = self._pools.write(plan.layer, self._slots(step.num_pages), runs, k, v, slots=arrays.slots)
+        parts: list[tuple[int, mx.array]] = []
+        if arrays.rows is not None:
+            indices = arrays.rows.indices
+            rows = q if len(indices) == q.shape[2] else q[:, :, mx.array(indices)]
+            out = answer.attend(rows, None, pools, arrays.rows, scale)
+            parts += [(index, out[:, :, at : at + 1]) for at, index in enumerate(indices)]
+        parts += [(its.span.start, self._answered(plan, its, pools, q, scale)) for its in arrays.spans]
+        if len(parts) == 1:
+            return parts[0][1]
+        return mx.concatenate([part for _, part in sorted(parts, key=lambda part: part[0])], axis=2)
+
+    def _answered(self, plan: PagedPlan, its: PagedRead, pools: Pair, q: mx.array, scale: float) -> mx.array:
+        """Answer a span of several tokens by itself."""
+        start, stop = its.span.start, its.span.stop
+        rows = q if stop - start == q.shape[2] else q[:, :, start:stop]
+        keys, values = (read(pool, self._runs(its), stop - start).astype(q.dtype) for pool in pools)
+        mask: mx.array | str = "causal"
+        if its.mask is Mask.BAND:
+            assert plan.step.window is not None, "a band follows from a window"
+            last = plan.positions[stop - 1]
+            queries = mx.arange(plan.positions[start], last + 1)[:, None]
+            positions = mx.arange(last + 1 - its.length, last + 1)[None, :]
+            mask = (positions <= queries) & (positions > queries - plan.step.window)
+        return mx.fast.scaled_dot_product_attention(rows, keys, values, scale=scale, mask=mask)
+
+    def _runs(self, its: PagedRead) -> list[Run]:
+        """Return the slots that a span reads: pages that lie side by side are one run."""
+        size, runs, end = self.page_size, [], its.first + its.length
+        pages = its.pages[its.first // size : -(-end // size)]
+        offset = its.first // size * size
+        for run in runs_of(pages):
+            low, high = max(its.first - offset, 0), min(end - offset, run.length * size)
+            runs.append(Run(run.slot * size + low, high - low))
+            offset += run.length * size
+        return runs
+
+    def _copy_pages(self, window: int | None, copies: Sequence[tuple[int, int]], num_pages: int) -> None:
+        size = self.page_size
+        runs = [(Run(source * size, size), Run(target * size, size)) for source, target in copies]
+        for layer, its in enumerate(self.config.layers):
+            if its.window == window:
+                self._pools.copy(layer, self._slots(num_pages), runs)
+
+    def _slots(self, num_pages: int) -> int:
+        """Return the slots that pools must have: past the capacity, which pages are rounded up from, some more."""
+        whole = -(-self.capacity // self.page_size)
+        spare = max(whole // 8, 1)
+        pages = num_pages if num_pages <= whole else whole + -(-(num_pages - whole) // spare) * spare
+        return pages * self.page_size
+
+    def _forget(self) -> None:
+        self._pools.forget()

@@ -1,0 +1,339 @@
+"""Decode attention over pages on CUDA: one kernel that takes lengths instead of masks and reads each key once.
+
+The query heads that share a key head are answered together, by one block. Eight elements of a key go to a lane; the
+lanes that hold one key are a *worker*, which goes through every so many-th key with a softmax of its own (running
+maximum, sum and weighted values, as in FlashAttention, https://arxiv.org/abs/2205.14135). The workers' results are put
+together by shuffles and in shared memory. Where there are fewer blocks than the device takes at once, each row's keys
+are split among several blocks, and a second kernel puts their results together
+(https://pytorch.org/blog/flash-decoding).
+
+The row's own key and value may be written by the same kernel, into the pool's own memory. To MLX the pool is an input
+that does not change: whoever lets the kernel write is its only owner, and evaluates the result before anything else
+reads the slot. A step's result follows from the step's before, so that steps are computed in their order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..device import mx
+
+_THREADS = 256
+_SHARED_FLOATS = 10240
+"""Of a block's shared memory, 48 KB."""
+_LEAST_KEYS = 512
+"""Keys that are worth a block of their own."""
+_BLOCKS = 264
+"""Blocks that a large device computes at once."""
+_UNROLL = 4
+"""Keys that a worker has on their way at once."""
+_MOST_HEADS = 8
+"""Query heads that fit a block's registers."""
+
+_HEADER = """
+template <typename T>
+struct alignas(sizeof(T) * 8) Eight {
+  T at[8];
+};
+
+__device__ inline float larger(float one, float other) {
+  return other > one || other != other ? other : one;
+}
+
+__device__ inline float exponent(float score, float largest) {
+  // Where no key has been seen, both are -inf.
+  return score == -INFINITY ? 0.0f : exp2f(score - largest);
+}
+"""
+
+_ATTEND = """
+  constexpr int WORKERS = THREADS / LANES;
+  constexpr int WARPS = THREADS / 32;
+  constexpr int GROUP = HQ / HKV;
+  const int row = blockIdx.z;
+  const int query_head = blockIdx.y * HEADS;
+  const int head = query_head / GROUP;
+  const int lane = threadIdx.x % LANES;
+  const int worker = threadIdx.x / LANES;
+  const int first = rows[3 * row];
+  const int length = rows[3 * row + 1];
+  const int* table = tables + rows[3 * row + 2];
+  const int share = (length + gridDim.x - 1) / gridDim.x;
+  const int begin = blockIdx.x * share;
+  const int end = min(length, begin + share);
+  const bool has_key = lane * 8 < D;
+  const bool has_value = lane * 8 < DV;
+  const long long plane = static_cast<long long>(head) * slots[0];
+  const KV* its_keys = keys + plane * D + lane * 8;
+  const KV* its_values = values + plane * DV + lane * 8;
+
+  float query[HEADS][8], sum[HEADS][8], largest[HEADS], total[HEADS];
+  for (int h = 0; h < HEADS; ++h) {
+    largest[h] = -INFINITY;
+    total[h] = 0.0f;
+    const T* its = q + (query_head + h) * q_strides[1] + row * q_strides[2] + lane * 8 * q_strides[3];
+    for (int i = 0; i < 8; ++i) {
+      // Powers of two are cheaper than those of e.
+      query[h][i] = has_key ? static_cast<float>(its[i * q_strides[3]]) * scale[0] * 1.44269504f : 0.0f;
+      sum[h][i] = 0.0f;
+    }
+  }
+
+  Eight<KV> own_key, own_value;
+  if (WRITES && end == length && begin < end) {
+    const T* its_key = k + head * k_strides[1] + row * k_strides[2] + lane * 8 * k_strides[3];
+    const T* its_value = v + head * v_strides[1] + row * v_strides[2] + lane * 8 * v_strides[3];
+    for (int i = 0; i < 8; ++i) {
+      if (has_key) own_key.at[i] = static_cast<KV>(static_cast<float>(its_key[i * k_strides[3]]));
+      if (has_value) own_value.at[i] = static_cast<KV>(static_cast<float>(its_value[i * v_strides[3]]));
+    }
+    if (query_head % GROUP == 0 && worker == 0) {
+      const int slot = first + length - 1;
+      const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
+      if (has_key) *reinterpret_cast<Eight<KV>*>(const_cast<KV*>(its_keys) + place * D) = own_key;
+      if (has_value) *reinterpret_cast<Eight<KV>*>(const_cast<KV*>(its_values) + place * DV) = own_value;
+    }
+  }
+
+  // The lanes of a warp exchange scores: all of its workers go round equally often.
+  for (int start = begin; start < end; start += WORKERS * UNROLL) {
+    const int at = start + worker;
+    Eight<KV> key[UNROLL], value[UNROLL];
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      // Past the end the last key is read again, and does not count.
+      const int index = min(at + u * WORKERS, end - 1);
+      if (WRITES && index == length - 1) {
+        // Its slot is being written.
+        key[u] = own_key;
+        value[u] = own_value;
+        continue;
+      }
+      const int slot = first + index;
+      const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
+      if (has_key) key[u] = *reinterpret_cast<const Eight<KV>*>(its_keys + place * D);
+      if (has_value) value[u] = *reinterpret_cast<const Eight<KV>*>(its_values + place * DV);
+    }
+    #pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+      float score[UNROLL];
+      float most = largest[h];
+      #pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        float dot = 0.0f;
+        if (has_key) {
+          #pragma unroll
+          for (int i = 0; i < 8; ++i) dot += query[h][i] * static_cast<float>(key[u].at[i]);
+        }
+        #pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
+        score[u] = at + u * WORKERS < end ? dot : -INFINITY;
+        most = larger(most, score[u]);
+      }
+      const float kept = exponent(largest[h], most);
+      largest[h] = most;
+      total[h] *= kept;
+      #pragma unroll
+      for (int i = 0; i < 8; ++i) sum[h][i] *= kept;
+      #pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        const float weight = exponent(score[u], most);
+        total[h] += weight;
+        if (has_value && at + u * WORKERS < end) {
+          #pragma unroll
+          for (int i = 0; i < 8; ++i) sum[h][i] += weight * static_cast<float>(value[u].at[i]);
+        }
+      }
+    }
+  }
+
+  // First the workers of a warp, then the warps.
+  #pragma unroll
+  for (int step = LANES; step < 32; step *= 2) {
+    for (int h = 0; h < HEADS; ++h) {
+      const float other = __shfl_xor_sync(0xffffffffu, largest[h], step);
+      const float most = larger(largest[h], other);
+      const float mine = exponent(largest[h], most), its = exponent(other, most);
+      largest[h] = most;
+      total[h] = total[h] * mine + __shfl_xor_sync(0xffffffffu, total[h], step) * its;
+      for (int i = 0; i < 8; ++i) {
+        sum[h][i] = sum[h][i] * mine + __shfl_xor_sync(0xffffffffu, sum[h][i], step) * its;
+      }
+    }
+  }
+  __shared__ float sums[HEADS][WARPS][DV];
+  __shared__ float maxima[HEADS][WARPS], totals[HEADS][WARPS];
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x % 32 < LANES) {
+    for (int h = 0; h < HEADS; ++h) {
+      if (lane == 0) {
+        maxima[h][warp] = largest[h];
+        totals[h][warp] = total[h];
+      }
+      if (has_value) {
+        for (int i = 0; i < 8; ++i) sums[h][warp][lane * 8 + i] = sum[h][i];
+      }
+    }
+  }
+  __syncthreads();
+  for (int index = threadIdx.x; index < HEADS * DV; index += THREADS) {
+    const int h = index / DV;
+    const int d = index % DV;
+    float most = -INFINITY, weights = 0.0f, result = 0.0f;
+    for (int w = 0; w < WARPS; ++w) most = larger(most, maxima[h][w]);
+    for (int w = 0; w < WARPS; ++w) {
+      const float weight = exponent(maxima[h][w], most);
+      weights += weight * totals[h][w];
+      result += weight * sums[h][w][d];
+    }
+    const long long place = static_cast<long long>(row) * HQ + query_head + h;
+    STORE
+  }
+"""
+
+_STORE_ALL = "out[place * DV + d] = static_cast<T>(result / weights);"
+
+_STORE_PART = """
+    float* part = parts + (place * gridDim.x + blockIdx.x) * (DV + 2);
+    part[d] = result;
+    if (d == 0) {
+      part[DV] = most;
+      part[DV + 1] = weights;
+    }
+"""
+
+_JOIN = """
+  const long long place = blockIdx.x;
+  const int d = threadIdx.x;
+  const float* its = parts + place * splits[0] * (DV + 2);
+  float most = -INFINITY, weights = 0.0f, result = 0.0f;
+  for (int s = 0; s < splits[0]; ++s) {
+    most = larger(most, its[s * (DV + 2) + DV]);
+  }
+  for (int s = 0; s < splits[0]; ++s) {
+    const float* part = its + s * (DV + 2);
+    const float weight = exponent(part[DV], most);
+    weights += weight * part[DV + 1];
+    result += weight * part[d];
+  }
+  out[place * DV + d] = static_cast<T>(result / weights);
+"""
+
+_INPUTS = ["q", "k", "v", "keys", "values", "tables", "rows", "scale", "slots"]
+
+
+@functools.cache
+def _kernels() -> tuple[Any, Any, Any]:
+    def kernel(name: str, output: str, store: str) -> Any:
+        source = _ATTEND.replace("STORE", store)
+        return mx.fast.cuda_kernel(name, _INPUTS, [output], source, _HEADER, ensure_row_contiguous=False)
+
+    whole = kernel("executorch_mlx_ragged", "out", _STORE_ALL)
+    part = kernel("executorch_mlx_ragged_part", "parts", _STORE_PART)
+    return whole, part, mx.fast.cuda_kernel("executorch_mlx_ragged_join", ["parts", "splits"], ["out"], _JOIN, _HEADER)
+
+
+@functools.lru_cache(maxsize=256)
+def _scalar(value: float, dtype: mx.Dtype) -> mx.array:
+    array = mx.array([value], dtype)
+    mx.eval(array)
+    return array
+
+
+def takes(head_dim: int, value_dim: int) -> bool:
+    """Whether the kernel is made for heads of these sizes."""
+    return head_dim % 8 == 0 and value_dim % 8 == 0 and max(head_dim, value_dim) <= 256
+
+
+def num_splits(num_rows: int, q_heads: int, kv_heads: int, longest: int) -> int:
+    """Return among how many blocks a row's keys are split."""
+    blocks = num_rows * q_heads // _heads(q_heads // kv_heads)
+    return max(1, min(_BLOCKS // blocks, longest // _LEAST_KEYS))
+
+
+def _heads(group: int) -> int:
+    """Return how many query heads of a group a block answers."""
+    return max(size for size in range(1, _MOST_HEADS + 1) if group % size == 0)
+
+
+@functools.cache
+def _template(
+    dtype: mx.Dtype, kv_dtype: mx.Dtype, dim: int, value_dim: int, q_heads: int, kv_heads: int, page: int, writes: bool
+) -> tuple[int, int, list[tuple[str, Any]]]:
+    """Return query heads and threads of a block, and the kernel's template arguments."""
+    heads, lanes = _heads(q_heads // kv_heads), 1
+    while lanes * 8 < max(dim, value_dim):
+        lanes *= 2
+    threads = _THREADS
+    while heads * value_dim * threads // 32 > _SHARED_FLOATS:
+        threads //= 2
+    return (
+        heads,
+        threads,
+        [
+            *(("T", dtype), ("KV", kv_dtype), ("D", dim), ("DV", value_dim), ("HQ", q_heads), ("HKV", kv_heads)),
+            *(("HEADS", heads), ("LANES", lanes), ("THREADS", threads), ("PAGE", page), ("WRITES", writes)),
+            ("UNROLL", _UNROLL if heads <= 4 else _UNROLL // 2),
+        ],
+    )
+
+
+def attend(
+    q: mx.array,
+    own: tuple[mx.array, mx.array] | None,
+    pools: tuple[mx.array, mx.array],
+    tables: mx.array,
+    rows: mx.array,
+    *,
+    page_size: int,
+    splits: int,
+    scale: float,
+) -> mx.array:
+    """Attend with one query per row.
+
+    Args:
+        q: queries [1, H_q, n, D].
+        own: each row's last key [1, H_kv, n, D] and value [1, H_kv, n, D_v], to be written into the pools, in place;
+            None where they are there.
+        pools: keys [1, H_kv, slots, D] and values [1, H_kv, slots, D_v], evaluated and contiguous.
+        tables: pages, int32, of all rows one after the other.
+        rows: int32 [n, 3]: a row's first key, counted in slots from its first page, its number of keys, and where its
+            table begins in ``tables``.
+        page_size: slots of a page.
+        splits: see ``num_splits``.
+        scale: softmax scale.
+
+    Returns:
+        [1, H_q, n, D_v] in q's dtype.
+    """
+    _, q_heads, num_rows, dim = q.shape
+    keys, values = pools
+    _, kv_heads, slots, value_dim = values.shape
+    heads, threads, template = _template(
+        q.dtype, keys.dtype, dim, value_dim, q_heads, kv_heads, page_size, own is not None
+    )
+    k, v = (q, q) if own is None else (array.astype(q.dtype) for array in own)
+    whole, part, join = _kernels()
+    launch = {
+        "inputs": [q, k, v, keys, values, tables, rows, _scalar(scale, mx.float32), _scalar(slots, mx.int32)],
+        "template": template,
+        "grid": (splits * threads, q_heads // heads, num_rows),
+        "threadgroup": (threads, 1, 1),
+    }
+    shape = (num_rows, q_heads, value_dim)
+    if splits == 1:
+        (out,) = whole(output_shapes=[shape], output_dtypes=[q.dtype], **launch)
+    else:
+        (parts,) = part(
+            output_shapes=[(num_rows, q_heads, splits, value_dim + 2)], output_dtypes=[mx.float32], **launch
+        )
+        (out,) = join(
+            inputs=[parts, _scalar(splits, mx.int32)],
+            template=[("T", q.dtype), ("DV", value_dim)],
+            grid=(num_rows * q_heads * value_dim, 1, 1),
+            threadgroup=(value_dim, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[q.dtype],
+        )
+    return out.swapaxes(0, 1)[None]

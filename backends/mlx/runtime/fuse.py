@@ -1,0 +1,166 @@
+"""Products of one operand with several weights, made one when a program is loaded.
+
+A transformer's queries, keys and values are three products of the same rows, and so are the two of a gated MLP: one
+product with the weights side by side does the same work in fewer calls, each with more to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..program import Graph, Node, SlotType, Tid
+from .device import mx
+from .expand import Expansion, Factor
+
+
+class Part(NamedTuple):
+    """Columns ``[start, stop)`` of a product, and where they go."""
+
+    out: Tid
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """Several products of one operand.
+
+    Attributes:
+        x: the operand.
+        parts: the results.
+        weight: [columns, rows], the parts' one after the other.
+        bias: [columns], or None.
+        dtype: of weights that were expanded, the dtype that their parameters had; None of others.
+    """
+
+    x: Tid
+    parts: tuple[Part, ...]
+    weight: mx.array
+    bias: mx.array | None
+    dtype: mx.Dtype | None
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What is computed at once.
+
+    Attributes:
+        products: by the id of the first instruction that each takes the place of.
+        unused: ids of the other instructions that are not run.
+    """
+
+    products: dict[int, Product]
+    unused: frozenset[int]
+
+
+class _Linear(NamedTuple):
+    """A product with a constant weight."""
+
+    node: Node
+    x: Tid
+    weight: Tid | None  # [columns, rows]; None of one that was expanded
+    bias: Tid | None
+    turn: Node | None  # the instruction that transposes the weight
+
+
+def fuse(
+    graph: Graph,
+    constants: MutableMapping[int, mx.array],
+    expansion: Expansion | None,
+    shared: MutableMapping[tuple[Any, ...], mx.array],
+) -> Fusion:
+    """Put weights side by side.
+
+    Args:
+        graph: the program.
+        constants: its constants, by slot; those that fused products read are taken out, so that a weight is in memory
+            twice only while it is copied.
+        expansion: its weights that are expanded, where there are such; they are taken out likewise.
+        shared: what other programs have put together, by the constants' names; new ones are added.
+    """
+    nodes = graph.instruction_chains[graph.main_chain_idx].instructions
+    every = [node for chain in graph.instruction_chains for node in chain.instructions]
+    writes = Counter(slot for node in every for name, slot in node.slots() if node.writes(name))
+    writes.update(Tid(entry.idx) for entry in graph.input_map if entry.slot_type == SlotType.TensorSlot)
+    reads = Counter(slot for node in every for name, slot in node.slots() if not node.writes(name))
+    reads.update(Tid(entry.idx) for entry in graph.output_map if entry.slot_type == SlotType.TensorSlot)
+    names = {named.slot.idx: named.name for named in graph.named_slots}
+    factors: dict[int, Factor] = {} if expansion is None else expansion.factors
+    turns = {
+        node.out: node
+        for node in nodes
+        if node.kind == "TransposeNode" and list(node.perm) == [1, 0] and node.x.idx in constants
+    }
+
+    groups: dict[Any, list[_Linear]] = defaultdict(list)
+    for node in nodes:
+        linear = _linear(node, turns, constants, factors)
+        if linear is None or writes[linear.x] != 1 or writes[node.out] != 1:
+            continue
+        if linear.turn is not None and (writes[linear.turn.out] != 1 or reads[linear.turn.out] != 1):
+            continue
+        if any(slot is not None and (writes[slot] or reads[slot] != 1) for slot in (linear.weight, linear.bias)):
+            continue
+        if linear.weight is None:
+            kind: Any = factors[id(node)].dtype
+        else:
+            kind = constants[linear.weight.idx].dtype, constants[linear.weight.idx].shape[1]
+        groups[linear.x, str(kind), linear.bias is None].append(linear)
+
+    products: dict[int, Product] = {}
+    unused: set[int] = set()
+    for group in groups.values():
+        if len(group) < 2:
+            continue
+        key = ("side by side", *(_name(linear, names) for linear in group))
+        dtype = factors[id(group[0].node)].dtype if group[0].weight is None else None
+        weights = [
+            factors.pop(id(linear.node)).weight if linear.weight is None else constants.pop(linear.weight.idx)
+            for linear in group
+        ]
+        widths = [weight.shape[0] for weight in weights]
+        whole = shared.get(key)
+        if whole is None:
+            whole = shared[key] = mx.concatenate(weights)
+            mx.eval(whole)
+        del weights
+        biases = [constants.pop(linear.bias.idx) for linear in group if linear.bias is not None]
+        stops = [sum(widths[: index + 1]) for index in range(len(widths))]
+        products[id(group[0].node)] = Product(
+            x=group[0].x,
+            parts=tuple(
+                Part(linear.node.out, stop - width, stop)
+                for linear, width, stop in zip(group, widths, stops, strict=True)
+            ),
+            weight=whole,
+            bias=mx.concatenate(biases) if biases else None,
+            dtype=dtype,
+        )
+        unused |= {id(linear.node) for linear in group[1:]}
+        unused |= {id(linear.turn) for linear in group if linear.turn is not None}
+    return Fusion(products, frozenset(unused))
+
+
+def _linear(
+    node: Node, turns: dict[Tid, Node], constants: MutableMapping[int, mx.array], factors: Any
+) -> _Linear | None:
+    """Return an instruction as a product with a constant weight, where it is one."""
+    if id(node) in factors:
+        factor = factors[id(node)]
+        return _Linear(node, node.x, None, None, None) if factor.is_transposed and factor.weight.ndim == 2 else None
+    if node.kind != "AddmmNode" or node.alpha != 1.0 or node.beta != 1.0 or node.mat2 not in turns:
+        return None
+    bias = node.bias
+    if bias is not None and (bias.idx not in constants or constants[bias.idx].ndim != 1):
+        return None
+    turn = turns[node.mat2]
+    return _Linear(node, node.mat1, turn.x, bias, turn)
+
+
+def _name(linear: _Linear, names: dict[int, str]) -> Any:
+    if linear.weight is None:
+        return tuple(names[slot.idx] for slot in (linear.node.w,)), linear.node.group_size, linear.node.bits
+    return names[linear.weight.idx]
