@@ -12,7 +12,7 @@ EXTRA ?= cpu
 help:
 	@echo "make demo   set up, export SmolLM2-135M, answer a question with it, and eight in one batch"
 	@echo "make test   set up and run the tests"
-	@echo "make bench  set up and measure: one sequence, many prompts, quantized weights, cache layouts; writes docs/benchmarks.md"
+	@echo "make bench  set up and measure: one sequence, many prompts, decode steps, quantized weights, cache layouts; writes docs/benchmarks.md"
 	@echo "make lint   set up and check style and types"
 
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard tools/*.py) $(wildcard backends/mlx/csrc/*.cpp)
@@ -50,6 +50,7 @@ bench: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --editable ".[$(EXTRA),llm,dev,bench]"
 	$(BIN)/python test/bench/single_sequence.py --docs docs
 	$(BIN)/python test/bench/many_prompts.py --docs docs
+	$(BIN)/python test/bench/decode.py --docs docs
 	$(BIN)/python test/bench/quantized_weights.py --docs docs
 	$(BIN)/python test/bench/cache_layouts.py --docs docs
 

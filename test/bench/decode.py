@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -30,32 +29,18 @@ from executorch_mlx.backends.mlx.runtime.device import STREAM, exclusive, is_cpu
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, LayerConfig
 
 Shape = dict[str, Any]
-SHAPES: dict[str, Shape] = {
-    # As mlx-lm's configuration of a Llama has them, and the dtype.
-    "smollm2-135m": {
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "intermediate_size": 1536,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "vocab_size": 49152,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0,
-        "dtype": "float32",
-    },
-    "llama-3.2-1b": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "dtype": "bfloat16",
-    },
+
+
+def _llama(layers: int, width: int, inner: int, heads: tuple[int, int], vocab: int, base: float, dtype: str) -> Shape:
+    """Return a model's shape as mlx-lm's configuration has it, and the dtype."""
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes = dict(zip(names, (layers, width, inner, *heads), strict=True))
+    return {**sizes, "head_dim": 64, "vocab_size": vocab, "rms_norm_eps": 1e-5, "rope_theta": base, "dtype": dtype}
+
+
+SHAPES = {
+    "smollm2-135m": _llama(30, 576, 1536, (9, 3), 49152, 1e5, "float32"),
+    "llama-3.2-1b": _llama(16, 2048, 8192, (32, 8), 128256, 5e5, "bfloat16"),
 }
 
 METHOD = "forward_greedy"
@@ -111,19 +96,26 @@ class Contender(ABC):
         for _ in range(count):
             began = time.perf_counter()
             tokens = self.step(manner)
-            np.array(last)
+            if manner == OVERLAPPED:
+                np.array(last)
             last = tokens
             times.append(time.perf_counter() - began)
         np.array(last)
         return times
 
-    def bandwidth(self, num_bytes: int) -> float:
-        """Return the bytes per second, read and written, of a copy of so many bytes."""
-        source, times = mx.zeros(num_bytes // 4), []
+    def bandwidth(self) -> float:
+        """Return the bytes per second, read and written, of a copy."""
+        num_bytes, times = 2**28 if is_cpu() else 2**30, []
+        source = mx.zeros(num_bytes // 4)
         mx.eval(source)
+        on_host = np.array(source) if is_cpu() else None
+        target = None if on_host is None else on_host.copy()
         for _ in range(8):
             began = time.perf_counter()
-            mx.eval(source + 0)
+            if on_host is not None:
+                np.copyto(target, on_host)  # MLX would pay for fresh pages with each copy
+            else:
+                mx.eval(source + 0)
             times.append(time.perf_counter() - began)
         return 2 * num_bytes / statistics.median(times)
 
@@ -141,7 +133,6 @@ class Ours(Contender):
 
     def __init__(self, direct: Any, builder: Callable[[CacheConfig], Any], shape: Shape) -> None:
         self._direct, self._builder, self._shape = direct, builder, shape
-        self._session: CacheSession | None = None
         self._cache: Any = None
 
     def fill(self, lengths: Sequence[int], *, capacity: int | None = None, initial: int = 512) -> None:
@@ -161,19 +152,17 @@ class Ours(Contender):
                 for layer in range(layers):
                     # What the queries find is never computed: only the pools are evaluated, at the step's end.
                     cache.attend(layer, tuple(range(length)), q, k, v, dim**-0.5)
-        self._session = CacheSession(cache).__enter__()
         self._begin(ids)
 
     def drop(self) -> None:
-        if self._session is not None:
-            self._session.__exit__()
-        self._session = self._cache = self._tokens = None
+        self._cache = self._tokens = None
         mx.clear_cache()
 
     def step(self, manner: str) -> Any:
         positions = [self._cache.pos(seq_id) for seq_id in self._ids]
         assert self._cache.declare_step(self._ids)
-        self._tokens = self._advance(positions, manner)
+        with CacheSession(self._cache):
+            self._tokens = self._advance(positions, manner)
         return self._tokens
 
     def prefill(self, length: int) -> float:
@@ -181,7 +170,8 @@ class Ours(Contender):
         seq_id = self._cache.seq_new()
         assert self._cache.declare_step([seq_id] * length)
         began = time.perf_counter()
-        self._direct([np.full((1, length), 100), np.arange(length), np.array([length - 1])])
+        with CacheSession(self._cache):
+            self._direct([np.full((1, length), 100), np.arange(length), np.array([length - 1])])
         seconds = time.perf_counter() - began
         assert self._cache.seq_rm(seq_id)
         return seconds
@@ -278,21 +268,6 @@ def _random(shape: Shape, heads: int, length: int, *, batch: int = 1) -> mx.arra
 # -- where models come from ---------------------------------------------------------
 
 
-class Source(Protocol):
-    """Where models come from."""
-
-    pte: Path | None
-
-    def direct(self) -> Any:
-        """Return the compiled callable."""
-
-    def mlx_lm(self) -> Any:
-        """Return mlx-lm's model."""
-
-    def weight_bytes(self) -> int:
-        """Return the bytes of the weights."""
-
-
 class Folder:
     """SmolLM2, as ``common.prepare`` writes it."""
 
@@ -358,7 +333,7 @@ class Payload:
         return self._loaded[1]
 
 
-def contender(name: str, source: Source, shape: Shape) -> Contender:
+def contender(name: str, source: Folder | Payload, shape: Shape) -> Contender:
     """Load a contender."""
     if name == MLX_LM:
         return MlxLm(source.mlx_lm(), shape)
@@ -382,7 +357,8 @@ class Bench:
     def __init__(self, send: Send, weight_bytes: int, about: str, options: argparse.Namespace) -> None:
         self._send, self._options = send, options
         self._weight_bytes, self._shape = weight_bytes, SHAPES[options.shape]
-        self.results: dict[str, Any] = {"about": about, "prefill": options.prefill}
+        device = "cpu" if is_cpu() else "gpu"
+        self.results: dict[str, Any] = {"about": about, "device": device, "prefill": options.prefill}
 
     def run(self) -> None:
         """Measure; what is there is written whenever a part is done."""
@@ -393,8 +369,7 @@ class Bench:
                 self._options.json.write_text(json.dumps(self.results))
 
     def bandwidth(self) -> float | None:
-        size = 2**28 if is_cpu() else 2**30
-        return self._ask(FLOOR, "bandwidth", num_bytes=size)
+        return self._ask(FLOOR, "bandwidth")
 
     def decode(self) -> list[dict[str, Any]]:
         """Steps by history, spread and batch."""
@@ -563,7 +538,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         for label in rows[0]["ms"]:
             points = [(row["batch"], row["ms"][label]) for row in its if row["ms"].get(label)]
             is_floor = label in (FLOOR, ROOFLINE)
-            style = {"color": "gray" if label == FLOOR else "silver", "linestyle": "--"} if is_floor else {"marker": "o"}
+            style = (
+                {"color": "gray" if label == FLOOR else "silver", "linestyle": "--"} if is_floor else {"marker": "o"}
+            )
             axes.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -591,3 +568,91 @@ def report(results: dict[str, Any], docs: Path | None) -> None:
         picture = f"benchmarks-decode-{device}.png"
         plot(results["decode"], docs / picture)
         write_section(docs, f"decode_{device}", [*lines, "", f"![milliseconds of a step]({picture})"])
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m", help="model's shape (default: %(default)s)")
+    parser.add_argument("--payload", type=Path, help="program without weights: measure it with random ones, in-process")
+    parser.add_argument("--pte", type=Path, help="the same program with weights, for ExecuTorch (with --payload)")
+    parser.add_argument("--write-payload", type=Path, help="write the payload of --pte to this file, measure nothing")
+    parser.add_argument("--batch", type=int, nargs="+", help="sequences in a step")
+    parser.add_argument("--history", type=int, nargs="+", help="tokens of the longest sequence")
+    parser.add_argument("--spread", type=int, default=8, help="longest to shortest in a further case; 0: no such case")
+    parser.add_argument("--prefill", type=int, help="tokens of a prompt")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each contender (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="steps timed in a turn (default: %(default)s)")
+    parser.add_argument(
+        "--long", action=argparse.BooleanOptionalAction, help=f"600 steps of {CELL} (default: on a GPU)"
+    )
+    parser.add_argument("--quick", action="store_true", help="one turn of two steps, to see that it runs")
+    parser.add_argument("--json", type=Path, help="file that gets the figures")
+    parser.add_argument("--from-json", type=Path, help="take the figures from such a file instead of measuring")
+    parser.add_argument("--docs", type=Path, help="folder whose benchmarks.md gets the tables and the picture")
+    parser.add_argument("--folder", type=Path, help="where SmolLM2 lies or is written (default: a temporary folder)")
+    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        serve(contender(options.worker, Folder(options.folder), SHAPES["smollm2-135m"]).answer)
+    elif options.write_payload:
+        write_payload_file(options.pte or parser.error("--write-payload needs --pte"), options.write_payload)
+    elif options.from_json:
+        report(json.loads(options.from_json.read_text()), options.docs)
+    elif options.payload:
+        report(measure_payload(options), options.docs)
+    elif options.shape != "smollm2-135m" or options.pte:
+        parser.error("another model than SmolLM2 needs --payload")
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            report(measure_folder(options, options.folder or Path(temporary)), options.docs)
+
+
+def write_payload_file(pte: Path, target: Path) -> None:
+    """Write a program's delegate without its weights."""
+    from executorch_mlx.backends.mlx.inspect_pte import graphs
+    from executorch_mlx.backends.mlx.program import write_payload
+
+    (graph,) = [graph for method, _, graph in graphs(pte) if method == METHOD]
+    target.write_bytes(write_payload(graph))
+
+
+def measure_folder(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure SmolLM2, each contender in a process of its own."""
+    prepare(folder)
+    complete(options, CONTENDERS)
+    about = f"SmolLM2-135M, float32, greedy; {machine()}; {time.strftime('%Y-%m-%d')}."
+    with Workers(__file__, list(CONTENDERS), folder) as workers:
+        bench = Bench(workers.ask, Folder(folder).weight_bytes(), about, options)
+        bench.run()
+    return bench.results
+
+
+def measure_payload(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure a program with random weights, all contenders in this process."""
+    from importlib.metadata import version
+
+    complete(options, [name for name in CONTENDERS if name != THROUGH or options.pte])
+    shape, source = SHAPES[options.shape], Payload(options.payload, options.pte, SHAPES[options.shape])
+    contenders = {name: contender(name, source, shape) for name in options.contenders}
+    device = str(mx.device_info().get("device_name", "CPU"))
+    libraries = f"mlx {mx.__version__}, mlx-lm {version('mlx-lm')}"
+    about = f"{options.shape}, {shape['dtype']}, random weights, greedy; {device}; {libraries}; {time.strftime('%F')}."
+    bench = Bench(lambda name, request: contenders[name].answer(request), source.weight_bytes(), about, options)
+    bench.run()
+    return bench.results
+
+
+def complete(options: argparse.Namespace, contenders: Sequence[str]) -> None:
+    """Set what was not given, by the device."""
+    options.contenders = contenders
+    options.batch = options.batch or [1, 2, 4, 8, 16, 32, *([] if is_cpu() else [64])]
+    options.history = options.history or ([128, 512] if is_cpu() else [512, 2048])
+    options.prefill = options.prefill or (128 if is_cpu() else 512)
+    options.long = not is_cpu() if options.long is None else options.long
+    if options.quick:
+        options.turns, options.steps = 1, 2
+
+
+if __name__ == "__main__":
+    main()

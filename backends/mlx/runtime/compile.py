@@ -9,12 +9,13 @@ from typing import Any
 from ..program import Facts, Graph, Node, ProgramError, Tid, Vid, verify_graph
 from ..program.dtypes import SCALAR_TYPE_NAMES
 from ..program.verify import static_shape
-from .device import DTYPES, MEMORY_BYTES, mx
+from .device import DTYPES, MEMORY_BYTES, is_cpu, mx
 from .expand import Expansion
 from .fuse import Fusion, Product
 from .guard import guarded
 from .kernels import KERNELS, At, Step, StepState, check_extent
 from .kernels.products import expanded_product, fused_product
+from .trace import Tracer
 
 # What is worth making of a constant once instead of in each run: a linear layer's transposed weight, scales that are
 # stored in half precision.
@@ -113,16 +114,26 @@ class CompiledProgram:
             compiled(node, at)(self._initial)
         skip = unused | {id(node) for node in folded}
         self._steps = [compiled(node, at) for node in nodes if id(node) not in skip]
+        self._tracer = None if is_cpu() or not self.uses_cache else Tracer(graph, self._run)
         self._inputs = [at(entry.slot) for entry in graph.input_map]
         self._outputs = [at(entry.slot) for entry in graph.output_map]
 
-    def __call__(self, inputs: Sequence[Any], cache: Any = None) -> list[Any]:
+    def __call__(
+        self,
+        inputs: Sequence[Any],
+        cache: Any = None,
+        *,
+        numbers: Mapping[int, Any] | None = None,
+        reads_inputs: bool = True,
+    ) -> list[Any]:
         """Run the program.
 
         Args:
             inputs: an MLX array or a number per input, in the order of the graph's input map, as the graph describes
                 them: delegates compare what they are given.
             cache: an MLX cache with a step open, where the program attends.
+            numbers: of inputs that are integers and known on the host, by their place: the same as numpy arrays.
+            reads_inputs: see ``StepState``.
 
         Returns:
             A lazy MLX array or a number per output.
@@ -130,10 +141,21 @@ class CompiledProgram:
         if len(inputs) != len(self._inputs):
             raise ValueError(f"the program takes {len(self._inputs)} inputs, got {len(inputs)}")
         self._written, self._extents = {}, []
+        state = StepState(cache, reads_inputs=reads_inputs)
+        for index, known in (numbers or {}).items():
+            state.know(self.graph.input_map[index].slot, inputs[index], known)
+        if self._tracer is not None and cache is not None:
+            outputs = self._tracer(inputs, state)
+            if outputs is not None:
+                self._extents = state.extents
+                return outputs
+        return self._run(inputs, state)
+
+    def _run(self, inputs: Sequence[Any], state: StepState) -> list[Any]:
         env = self._initial.copy()
         for index, value in zip(self._inputs, inputs, strict=True):
             env[index] = value
-        state = env[-1] = StepState(cache)
+        env[-1] = state
         for step in self._steps:
             step(env)
         self._extents = state.extents
@@ -146,14 +168,20 @@ class CompiledProgram:
         self._written = {index: env[index].astype(self._initial[index].dtype) for index in self._buffers}
         return [env[index] for index in self._outputs]
 
+    @property
+    def num_arguments(self) -> tuple[int, int]:
+        """How many inputs and outputs the program has."""
+        return len(self._inputs), len(self._outputs)
+
     def pending(self) -> list[mx.array]:
         """Return what is to be evaluated with the outputs of the last run: what ``check`` and ``commit`` look at."""
         extents = [array for least, most, *_ in self._extents for array in (least, most)]
         return [*self._written.values(), *extents]
 
     def check(self) -> None:
-        """Raise IndexError where the last run has computed an index that lies outside of what it indexes."""
-        _check_extents(self._extents)
+        """Raise IndexError, once, where the last run has computed an index that lies outside of what it indexes."""
+        extents, self._extents = self._extents, []
+        _check_extents(extents)
 
     def commit(self) -> None:
         """Keep what the last run has written into the mutable buffers."""

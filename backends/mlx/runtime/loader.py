@@ -18,6 +18,7 @@ from ..program.dtypes import SCALAR_TYPE_NAMES as _SCALAR_TYPES
 from .backend import HELD_BACKEND_IDS
 from .delegate import Delegate, Loading, current_loading, managed_calls, take_error
 from .device import exclusive, is_cpu
+from .direct import DirectMethod
 from .pte import HEAD_BYTES, check_length, retag
 
 CPU_WEIGHTS = ("stored", "float32")
@@ -53,6 +54,7 @@ class Method:
         self._method = method
         self._owner = owner  # the method points into its program
         self._has_delegates = bool(delegates)
+        self._programs = [delegate.program for delegate in delegates]
         self._delegates = [delegate for delegate in delegates if delegate.program.uses_cache]
 
     def execute(self, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -84,6 +86,21 @@ class Method:
                 # Under the lock: a thread that drops torch tensors while the interpreter exits aborts the process.
                 del outputs
                 return owned
+
+    def direct(self) -> DirectMethod:
+        """Return the method as a function of MLX arrays, without ExecuTorch in between.
+
+        Raises:
+            ValueError: the method is not one MLX delegate.
+        """
+        whole = self.metadata.num_inputs(), self.metadata.num_outputs()
+        if [program.num_arguments for program in self._programs] != [whole]:
+            raise ValueError(
+                f"the method has {len(self._programs)} MLX delegates, and perhaps operators of its own: a direct method"
+                " is one delegate, which a model exported with MLXPartitioner becomes where all of its operators are"
+                " supported"
+            )
+        return DirectMethod(self._programs[0])
 
     @property
     def metadata(self) -> Any:

@@ -256,6 +256,8 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
 
     def _check_step(self, positions: tuple[int, ...]) -> None:
         super()._check_step(positions)
+        if self._draft is not None and self._draft[0] == positions:
+            return
         due: dict[int, int] = {}
         for span in self._spans:
             start = due.get(span.seq_id, self._live[span.seq_id].position)
@@ -347,6 +349,11 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
             copies: pages, and the pages that get their rows.
             num_pages: the pages that the pools must have before.
         """
+
+    def copies(self, window: int | None) -> list[tuple[int, int]]:
+        """Return the pages that the step, which has been planned, copies in the layers of a window."""
+        placements = self._placements or (self._draft[1] if self._draft else None)
+        return placements[window].copies if placements else []
 
     # -- placement ---------------------------------------------------------
 

@@ -3,16 +3,15 @@
 from executorch_mlx.extension.llm.cache.registry import register_builder
 
 from ...identity import BACKEND_IDS
-from ..device import mx
+from ..device import is_cpu, mx
 from .base import MLXCache
 from .batch_cell import MLXBatchCellCache
 from .batch_paged import MLXBatchPagedCache
 from .batch_sequence import MLXBatchSequenceCache
 from .sequence import MLXSequenceCache, mask_of
 
-# docs/benchmarks.md: on CUDA a step of 4 to 64 sequences takes 0.2 to 0.9 times as long over cells as over private
-# histories; on a CPU it takes longer.
-_CELLS_ARE_FASTER = mx.default_device().type == mx.gpu and mx.cuda.is_available()
+# docs/benchmarks.md: pages are the fastest where there is a kernel for them; on Metal there is none.
+_PAGES_ARE_FASTER = is_cpu() or mx.cuda.is_available()
 
 __all__ = [
     "KINDS",
@@ -29,7 +28,7 @@ KINDS = {
     "batched-cell": MLXBatchCellCache,
     "batched-paged": MLXBatchPagedCache,
     "batched-sequence": MLXBatchSequenceCache,
-    "batched": MLXBatchCellCache if _CELLS_ARE_FASTER else MLXBatchSequenceCache,
+    "batched": MLXBatchPagedCache if _PAGES_ARE_FASTER else MLXBatchSequenceCache,
 }
 
 for _backend_id in BACKEND_IDS:

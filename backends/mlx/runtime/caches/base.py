@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from executorch_mlx.extension.llm.cache.layout import CacheLayout, PlanT
 
 from ..device import STREAM, exclusive, is_outermost, mx
+from ..trace import TracedAttention
 
 
 class MLXCache(CacheLayout[PlanT]):
@@ -23,6 +25,17 @@ class MLXCache(CacheLayout[PlanT]):
     @abstractmethod
     def release(self) -> list[mx.array]:
         """Return the pools that this step has written since the last call, to be evaluated with the outputs."""
+
+    def traced(self, layers: Sequence[int], positions: tuple[int, ...]) -> TracedAttention | None:
+        """Return a step's attention as a function of arrays; None where the step is not of that kind.
+
+        Nothing changes until the result's ``commit``.
+
+        Args:
+            layers: the layers that the step asks, in order.
+            positions: each token's position.
+        """
+        return None
 
     def attend(self, layer: int, positions: Any, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         """Append and attend; see ``CacheLayout.attend``. Lazy inside ``exclusive()``, as delegates call it."""

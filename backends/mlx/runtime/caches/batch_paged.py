@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from executorch_mlx.extension.llm.cache.arguments import check_heads
 from executorch_mlx.extension.llm.cache.batch_paged import BatchPagedCache
 from executorch_mlx.extension.llm.cache.config import CacheConfig
 from executorch_mlx.extension.llm.cache.plan import Mask, PagedPlan, PagedRead, PagedStep, Run, runs_of
 
+from .. import trace
 from ..device import mx
+from . import ragged_cuda
 from .base import MLXCache
 from .pools import Pair, Pools, read, slots_of
-from .ragged import RowAttention, Rows, row_attention
+from .ragged import ON_CUDA, RowAttention, Rows, row_attention
 
 
 class _StepArrays:
@@ -71,11 +74,27 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
         super()._leave()
         self._kept.clear()
 
-    def _attend(self, plan: PagedPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-        step = plan.step
+    def traced(self, layers: Sequence[int], positions: tuple[int, ...]) -> trace.TracedAttention | None:
+        """Return a step of single tokens as a function of arrays; see ``MLXCache.traced``."""
+        plans = [self.plan(layer, positions) for layer in layers]
+        if any(self.copies(plan.step.window) for plan in plans):
+            return None
+        for plan in plans:
+            config = self.config.layers[plan.layer]
+            answer = self.row_attention or row_attention(config.head_dim, config.value_dim)
+            if answer is not ON_CUDA or self._arrays(plan.step).spans:
+                return None
+        return _TracedStep(self, plans)
+
+    def _arrays(self, step: PagedStep) -> _StepArrays:
         arrays = self._kept.get(step.window)
         if arrays is None:
             arrays = self._kept[step.window] = _StepArrays(step, self.page_size)
+        return arrays
+
+    def _attend(self, plan: PagedPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+        step = plan.step
+        arrays = self._arrays(step)
         config = self.config.layers[plan.layer]
         answer = self.row_attention or row_attention(config.head_dim, config.value_dim)
         if answer.writes and not arrays.spans:
@@ -138,3 +157,48 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
 
     def _forget(self) -> None:
         self._pools.forget()
+
+
+class _TracedStep(trace.TracedAttention):
+    """A step of single tokens on CUDA: tables and spans of each window, and pools of each layer, in one list."""
+
+    def __init__(self, cache: MLXBatchPagedCache, plans: Sequence[PagedPlan]) -> None:
+        self._cache, self._plans = cache, plans
+        self.arrays, self._rows, self._pools = [], {}, {}
+        fixed: list[Any] = [cache.page_size]
+        for plan in plans:
+            window = plan.step.window
+            if window not in self._rows:
+                rows = cache._arrays(plan.step).rows
+                assert rows is not None, "a step has tokens"
+                self._rows[window] = len(self.arrays), rows.longest
+                self.arrays += rows.on_device
+            if plan.layer not in self._pools:
+                self._pools[plan.layer] = len(self.arrays)
+                self.arrays += cache._pools.reserve(plan.layer, cache._slots(plan.step.num_pages))
+        # A longest row is rounded up, so that the number of splits is the same for most steps.
+        self._longest = {window: -(-longest // 512) * 512 for window, (_, longest) in self._rows.items()}
+        fixed += [array.shape for array in self.arrays]
+        fixed += [plan.is_written for plan in plans]
+        self.fixed = (*fixed, *self._longest.values())
+        self._window = {plan.layer: plan.step.window for plan in plans}
+        self._page_size = cache.page_size
+        self._asked = {plan.layer for plan in plans if plan.is_written}
+
+    def attend(self, arrays: list[Any], layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+        """See ``TracedAttention.attend``."""
+        check_heads(layer, self._cache.config.layers[layer], q.shape[2], q, k, v)
+        window, at = self._window[layer], self._pools[layer]
+        tables, spans = arrays[self._rows[window][0] : self._rows[window][0] + 2]
+        pools = arrays[at], arrays[at + 1]
+        own = None if layer in self._asked else (k, v)
+        self._asked.add(layer)
+        splits = ragged_cuda.num_splits(q.shape[2], q.shape[1], k.shape[1], self._longest[window])
+        return ragged_cuda.attend(q, own, pools, tables, spans, page_size=self._page_size, splits=splits, scale=scale)
+
+    def commit(self, results: list[mx.array]) -> None:
+        """See ``TracedAttention.commit``."""
+        for plan in self._plans:
+            with self._cache.writing(plan):
+                pass
+        self._cache._results += results

@@ -31,11 +31,112 @@ _UNROLL = 4
 _MOST_HEADS = 8
 """Query heads that fit a block's registers."""
 
-_HEADER = """
+_HEADER = r"""
+// Eight elements in registers, as they lie in memory.
 template <typename T>
-struct alignas(sizeof(T) * 8) Eight {
-  T at[8];
+struct Eight {
+  unsigned int word[2 * sizeof(T)];
+
+  __device__ void load(const T* from) {
+    #pragma unroll
+    for (int j = 0; j < sizeof(T) / 2; ++j) {
+      const uint4 four = reinterpret_cast<const uint4*>(from)[j];
+      word[4 * j] = four.x;
+      word[4 * j + 1] = four.y;
+      word[4 * j + 2] = four.z;
+      word[4 * j + 3] = four.w;
+    }
+  }
+  __device__ void store(T* to) const {
+    #pragma unroll
+    for (int j = 0; j < sizeof(T) / 2; ++j) {
+      reinterpret_cast<uint4*>(to)[j] =
+          make_uint4(word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3]);
+    }
+  }
+  __device__ float get(int i) const;
+  __device__ void put(int i, float x);
 };
+
+template <>
+__device__ inline float Eight<float>::get(int i) const {
+  return __uint_as_float(word[i]);
+}
+template <>
+__device__ inline void Eight<float>::put(int i, float x) {
+  word[i] = __float_as_uint(x);
+}
+template <>
+__device__ inline float Eight<__nv_bfloat16>::get(int i) const {
+  return __uint_as_float(i % 2 ? word[i / 2] & 0xffff0000u : word[i / 2] << 16);
+}
+template <>
+__device__ inline void Eight<__nv_bfloat16>::put(int i, float x) {
+  const unsigned int bits = __bfloat16_as_ushort(__float2bfloat16_rn(x));
+  word[i / 2] = i % 2 ? word[i / 2] | bits << 16 : bits;
+}
+template <>
+__device__ inline float Eight<__half>::get(int i) const {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(word[i / 2] >> (i % 2 * 16))));
+}
+template <>
+__device__ inline void Eight<__half>::put(int i, float x) {
+  const unsigned int bits = __half_as_ushort(__float2half_rn(x));
+  word[i / 2] = i % 2 ? word[i / 2] | bits << 16 : bits;
+}
+
+// Words of two elements from eight-byte aligned memory, or from elements that lie apart.
+template <int WORDS>
+__device__ inline void fetch(const unsigned short* from, unsigned int (&word)[WORDS]) {
+  #pragma unroll
+  for (int w = 0; w < WORDS; w += 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(from + 2 * w);
+    word[w] = four.x;
+    word[w + 1] = four.y;
+    word[w + 2] = four.z;
+    word[w + 3] = four.w;
+  }
+}
+template <int WORDS>
+__device__ inline void fetch(const unsigned short* from, long long stride, unsigned int (&word)[WORDS]) {
+  #pragma unroll
+  for (int w = 0; w < WORDS; ++w) {
+    word[w] = from[2 * w * stride] | static_cast<unsigned int>(from[(2 * w + 1) * stride]) << 16;
+  }
+}
+
+template <typename T>
+__device__ inline unsigned int packed(float one, float other);
+template <>
+__device__ inline unsigned int packed<__nv_bfloat16>(float one, float other) {
+  return __bfloat16_as_ushort(__float2bfloat16_rn(one)) |
+      static_cast<unsigned int>(__bfloat16_as_ushort(__float2bfloat16_rn(other))) << 16;
+}
+template <>
+__device__ inline unsigned int packed<__half>(float one, float other) {
+  return __half_as_ushort(__float2half_rn(one)) |
+      static_cast<unsigned int>(__half_as_ushort(__float2half_rn(other))) << 16;
+}
+
+// sum += A B, of whose rows from 8 on nothing is kept: they are zero.
+#define MULTIPLY(TYPE)                                                                       \
+  float none[2];                                                                             \
+  asm volatile(                                                                              \
+      "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, "       \
+      "{%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"                                        \
+      : "+f"(sum[0]), "+f"(sum[1]), "=f"(none[0]), "=f"(none[1])                             \
+      : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.0f));
+template <typename T>
+__device__ inline void multiply(float (&sum)[2], unsigned a0, unsigned a2, unsigned b0, unsigned b1);
+template <>
+__device__ inline void multiply<__nv_bfloat16>(
+    float (&sum)[2], unsigned a0, unsigned a2, unsigned b0, unsigned b1) {
+  MULTIPLY("bf16")
+}
+template <>
+__device__ inline void multiply<__half>(float (&sum)[2], unsigned a0, unsigned a2, unsigned b0, unsigned b1) {
+  MULTIPLY("f16")
+}
 
 __device__ inline float larger(float one, float other) {
   return other > one || other != other ? other : one;
@@ -47,32 +148,40 @@ __device__ inline float exponent(float score, float largest) {
 }
 """
 
-_ATTEND = """
-  constexpr int WORKERS = THREADS / LANES;
+_ROW = """
   constexpr int WARPS = THREADS / 32;
   constexpr int GROUP = HQ / HKV;
   const int row = blockIdx.z;
   const int query_head = blockIdx.y * HEADS;
   const int head = query_head / GROUP;
-  const int lane = threadIdx.x % LANES;
-  const int worker = threadIdx.x / LANES;
   const int first = rows[3 * row];
   const int length = rows[3 * row + 1];
   const int* table = tables + rows[3 * row + 2];
   const int share = (length + gridDim.x - 1) / gridDim.x;
   const int begin = blockIdx.x * share;
   const int end = min(length, begin + share);
+  const long long plane = static_cast<long long>(head) * slots[0];
+  const int warp = threadIdx.x / 32;
+  __shared__ float sums[HEADS][WARPS][DV];
+  __shared__ float maxima[HEADS][WARPS], totals[HEADS][WARPS];
+"""
+
+_BY_LANES = """
+  constexpr int WORKERS = THREADS / LANES;
+  const int lane = threadIdx.x % LANES;
+  const int worker = threadIdx.x / LANES;
   const bool has_key = lane * 8 < D;
   const bool has_value = lane * 8 < DV;
-  const long long plane = static_cast<long long>(head) * slots[0];
   const KV* its_keys = keys + plane * D + lane * 8;
   const KV* its_values = values + plane * DV + lane * 8;
 
   float query[HEADS][8], sum[HEADS][8], largest[HEADS], total[HEADS];
+  #pragma unroll
   for (int h = 0; h < HEADS; ++h) {
     largest[h] = -INFINITY;
     total[h] = 0.0f;
     const T* its = q + (query_head + h) * q_strides[1] + row * q_strides[2] + lane * 8 * q_strides[3];
+    #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // Powers of two are cheaper than those of e.
       query[h][i] = has_key ? static_cast<float>(its[i * q_strides[3]]) * scale[0] * 1.44269504f : 0.0f;
@@ -84,15 +193,16 @@ _ATTEND = """
   if (WRITES && end == length && begin < end) {
     const T* its_key = k + head * k_strides[1] + row * k_strides[2] + lane * 8 * k_strides[3];
     const T* its_value = v + head * v_strides[1] + row * v_strides[2] + lane * 8 * v_strides[3];
+    #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (has_key) own_key.at[i] = static_cast<KV>(static_cast<float>(its_key[i * k_strides[3]]));
-      if (has_value) own_value.at[i] = static_cast<KV>(static_cast<float>(its_value[i * v_strides[3]]));
+      if (has_key) own_key.put(i, static_cast<float>(its_key[i * k_strides[3]]));
+      if (has_value) own_value.put(i, static_cast<float>(its_value[i * v_strides[3]]));
     }
     if (query_head % GROUP == 0 && worker == 0) {
       const int slot = first + length - 1;
       const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
-      if (has_key) *reinterpret_cast<Eight<KV>*>(const_cast<KV*>(its_keys) + place * D) = own_key;
-      if (has_value) *reinterpret_cast<Eight<KV>*>(const_cast<KV*>(its_values) + place * DV) = own_value;
+      if (has_key) own_key.store(const_cast<KV*>(its_keys) + place * D);
+      if (has_value) own_value.store(const_cast<KV*>(its_values) + place * DV);
     }
   }
 
@@ -112,8 +222,8 @@ _ATTEND = """
       }
       const int slot = first + index;
       const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
-      if (has_key) key[u] = *reinterpret_cast<const Eight<KV>*>(its_keys + place * D);
-      if (has_value) value[u] = *reinterpret_cast<const Eight<KV>*>(its_values + place * DV);
+      if (has_key) key[u].load(its_keys + place * D);
+      if (has_value) value[u].load(its_values + place * DV);
     }
     #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
@@ -124,7 +234,7 @@ _ATTEND = """
         float dot = 0.0f;
         if (has_key) {
           #pragma unroll
-          for (int i = 0; i < 8; ++i) dot += query[h][i] * static_cast<float>(key[u].at[i]);
+          for (int i = 0; i < 8; ++i) dot += query[h][i] * key[u].get(i);
         }
         #pragma unroll
         for (int step = LANES / 2; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
@@ -142,7 +252,7 @@ _ATTEND = """
         total[h] += weight;
         if (has_value && at + u * WORKERS < end) {
           #pragma unroll
-          for (int i = 0; i < 8; ++i) sum[h][i] += weight * static_cast<float>(value[u].at[i]);
+          for (int i = 0; i < 8; ++i) sum[h][i] += weight * value[u].get(i);
         }
       }
     }
@@ -151,31 +261,156 @@ _ATTEND = """
   // First the workers of a warp, then the warps.
   #pragma unroll
   for (int step = LANES; step < 32; step *= 2) {
+    #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       const float other = __shfl_xor_sync(0xffffffffu, largest[h], step);
       const float most = larger(largest[h], other);
       const float mine = exponent(largest[h], most), its = exponent(other, most);
       largest[h] = most;
       total[h] = total[h] * mine + __shfl_xor_sync(0xffffffffu, total[h], step) * its;
+      #pragma unroll
       for (int i = 0; i < 8; ++i) {
         sum[h][i] = sum[h][i] * mine + __shfl_xor_sync(0xffffffffu, sum[h][i], step) * its;
       }
     }
   }
-  __shared__ float sums[HEADS][WARPS][DV];
-  __shared__ float maxima[HEADS][WARPS], totals[HEADS][WARPS];
-  const int warp = threadIdx.x / 32;
   if (threadIdx.x % 32 < LANES) {
+    #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       if (lane == 0) {
         maxima[h][warp] = largest[h];
         totals[h][warp] = total[h];
       }
       if (has_value) {
+        #pragma unroll
         for (int i = 0; i < 8; ++i) sums[h][warp][lane * 8 + i] = sum[h][i];
       }
     }
   }
+"""
+
+_BY_TENSOR_CORES = """
+  // A warp takes 16 keys at a time. Of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16") a lane holds, with
+  // g = lane / 4 and t = lane % 4: of A rows g and g + 8, of B column g, of C rows g and g + 8, columns 2t and 2t + 1.
+  // Rows are query heads; those from 8 on are left zero. Which element of a key stands at which place of a product does
+  // not matter as long as the query's stands there too: lane t has a quarter of the key, side by side. Lane g has an
+  // eighth of a value likewise, and the results' elements are taken back from there.
+  constexpr int KEY_WORDS = D / 8;
+  constexpr int TILES = DV / 8;
+  const int g = threadIdx.x % 32 / 4;
+  const int t = threadIdx.x % 4;
+  const unsigned short* its_keys = reinterpret_cast<const unsigned short*>(keys) + plane * D;
+  const unsigned short* its_values = reinterpret_cast<const unsigned short*>(values) + plane * DV;
+  const unsigned short* own_key = reinterpret_cast<const unsigned short*>(k) + head * k_strides[1] + row * k_strides[2];
+  const unsigned short* own_value =
+      reinterpret_cast<const unsigned short*>(v) + head * v_strides[1] + row * v_strides[2];
+  const float factor = scale[0] * 1.44269504f;  // powers of two are cheaper than those of e
+
+  unsigned int query[KEY_WORDS];
+  #pragma unroll
+  for (int w = 0; w < KEY_WORDS; ++w) {
+    query[w] = 0;
+    if (g < HEADS) {
+      const unsigned short* its = reinterpret_cast<const unsigned short*>(q) + (query_head + g) * q_strides[1] +
+          row * q_strides[2] + (t * (D / 4) + 2 * w) * q_strides[3];
+      query[w] = its[0] | static_cast<unsigned int>(its[q_strides[3]]) << 16;
+    }
+  }
+  if (WRITES && end == length && begin < end && query_head % GROUP == 0 && warp == 0) {
+    const int slot = first + length - 1;
+    const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
+    for (int i = threadIdx.x; i < D; i += 32) {
+      const_cast<unsigned short*>(its_keys)[place * D + i] = own_key[i * k_strides[3]];
+    }
+    for (int i = threadIdx.x; i < DV; i += 32) {
+      const_cast<unsigned short*>(its_values)[place * DV + i] = own_value[i * v_strides[3]];
+    }
+  }
+
+  float sum[TILES][2], largest = -INFINITY, total = 0.0f;
+  #pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) sum[tile][0] = sum[tile][1] = 0.0f;
+
+  for (int at = begin + warp * 16; at < end; at += WARPS * 16) {
+    // Past the end the last key is read again, and does not count. The row's own, which is being written, is read from
+    // where it comes from.
+    unsigned int key[2][KEY_WORDS], value[4][TILES / 2];
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int index = min(at + half * 8 + g, end - 1);
+      if (WRITES && index == length - 1) {
+        fetch<KEY_WORDS>(own_key + t * (D / 4) * k_strides[3], k_strides[3], key[half]);
+      } else {
+        const int slot = first + index;
+        const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
+        fetch<KEY_WORDS>(its_keys + place * D + t * (D / 4), key[half]);
+      }
+    }
+    #pragma unroll
+    for (int four = 0; four < 4; ++four) {
+      const int index = min(at + four / 2 * 8 + 2 * t + four % 2, end - 1);
+      if (WRITES && index == length - 1) {
+        fetch<TILES / 2>(own_value + g * (DV / 8) * v_strides[3], v_strides[3], value[four]);
+      } else {
+        const int slot = first + index;
+        const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
+        fetch<TILES / 2>(its_values + place * DV + g * (DV / 8), value[four]);
+      }
+    }
+    float score[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      #pragma unroll
+      for (int w = 0; w < KEY_WORDS; w += 2) {
+        multiply<KV>(score[half], query[w], query[w + 1], key[half][w], key[half][w + 1]);
+      }
+    }
+    float most = largest;
+    #pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& its = score[i / 2][i % 2];
+      its = at + i / 2 * 8 + 2 * t + i % 2 < end ? its * factor : -INFINITY;
+      most = larger(most, its);
+    }
+    most = larger(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = larger(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    const float kept = exponent(largest, most);
+    largest = most;
+    unsigned int weight[2];
+    total *= kept;
+    #pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float one = exponent(score[half][0], most), other = exponent(score[half][1], most);
+      total += one + other;
+      weight[half] = packed<KV>(one, other);
+    }
+    #pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      const int w = tile / 2;
+      const unsigned int which = tile % 2 ? 0x7632u : 0x5410u;  // the higher or the lower halves of two words
+      sum[tile][0] *= kept;
+      sum[tile][1] *= kept;
+      multiply<KV>(
+          sum[tile], weight[0], weight[1], __byte_perm(value[0][w], value[1][w], which),
+          __byte_perm(value[2][w], value[3][w], which));
+    }
+  }
+  total += __shfl_xor_sync(0xffffffffu, total, 1);
+  total += __shfl_xor_sync(0xffffffffu, total, 2);
+  if (g < HEADS) {
+    if (t == 0) {
+      maxima[g][warp] = largest;
+      totals[g][warp] = total;
+    }
+    #pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      sums[g][warp][2 * t * (DV / 8) + tile] = sum[tile][0];
+      sums[g][warp][(2 * t + 1) * (DV / 8) + tile] = sum[tile][1];
+    }
+  }
+"""
+
+_JOIN_WARPS = """
   __syncthreads();
   for (int index = threadIdx.x; index < HEADS * DV; index += THREADS) {
     const int h = index / DV;
@@ -224,13 +459,15 @@ _INPUTS = ["q", "k", "v", "keys", "values", "tables", "rows", "scale", "slots"]
 
 
 @functools.cache
-def _kernels() -> tuple[Any, Any, Any]:
+def _kernels(on_tensor_cores: bool) -> tuple[Any, Any, Any]:
+    how = _BY_TENSOR_CORES if on_tensor_cores else _BY_LANES
+
     def kernel(name: str, output: str, store: str) -> Any:
-        source = _ATTEND.replace("STORE", store)
+        source = _ROW + how + _JOIN_WARPS.replace("STORE", store)
+        name = f"executorch_mlx_{name}_{'mma' if on_tensor_cores else 'lanes'}"
         return mx.fast.cuda_kernel(name, _INPUTS, [output], source, _HEADER, ensure_row_contiguous=False)
 
-    whole = kernel("executorch_mlx_ragged", "out", _STORE_ALL)
-    part = kernel("executorch_mlx_ragged_part", "parts", _STORE_PART)
+    whole, part = kernel("ragged", "out", _STORE_ALL), kernel("ragged_part", "parts", _STORE_PART)
     return whole, part, mx.fast.cuda_kernel("executorch_mlx_ragged_join", ["parts", "splits"], ["out"], _JOIN, _HEADER)
 
 
@@ -239,6 +476,12 @@ def _scalar(value: float, dtype: mx.Dtype) -> mx.array:
     array = mx.array([value], dtype)
     mx.eval(array)
     return array
+
+
+@functools.cache
+def _has_tensor_cores() -> bool:
+    """Whether the device multiplies matrices of bfloat16, from compute capability 8.0 on."""
+    return int(mx.device_info().get("compute_capability_major", 0)) >= 8
 
 
 def takes(head_dim: int, value_dim: int) -> bool:
@@ -314,7 +557,8 @@ def attend(
         q.dtype, keys.dtype, dim, value_dim, q_heads, kv_heads, page_size, own is not None
     )
     k, v = (q, q) if own is None else (array.astype(q.dtype) for array in own)
-    whole, part, join = _kernels()
+    is_half = q.dtype == keys.dtype != mx.float32
+    whole, part, join = _kernels(is_half and dim in (64, 128) and value_dim in (64, 128) and _has_tensor_cores())
     launch = {
         "inputs": [q, k, v, keys, values, tables, rows, _scalar(scale, mx.float32), _scalar(slots, mx.int32)],
         "template": template,

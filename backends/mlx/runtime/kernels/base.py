@@ -90,7 +90,7 @@ def indices(slot: Tid, at: At) -> Callable[[Env, int, int], mx.array]:
             raise TypeError(f"indices are integers, got {array.dtype}")
         if not array.size:
             return array
-        if not is_known:
+        if not is_known or not (is_constant or env[-1].can_read(array)):
             confined: mx.array = env[-1].confined(array, low, high)
             return confined
         extent: tuple[int, int] = of_constant or env[-1].extent(array)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import mlx.nn as nn
 
 from ...program import Node
-from ..device import mx
+from ..device import is_cpu, mx
 from .base import HALVES, At, Env, Row, Step, binary, dtype_of, fixed, get, in_float32, unary
 
 Operation = Callable[[mx.array, mx.array], mx.array]
@@ -93,6 +94,15 @@ def _power_integers(a: mx.array, b: mx.array) -> mx.array:
     return mx.power(a, mx.where(mx.abs(a) == 1, b & 1, b))
 
 
+def _silu(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
+
+
+def _silu_on_cpu(x: mx.array) -> mx.array:
+    """As exact as ``_silu``, in less than half the time: of MLX's exponentials on the CPU, powers are the fastest."""
+    return _silu(x) if x.dtype != mx.float32 else x / (1 + mx.power(2.0, x * -math.log2(math.e)))
+
+
 KERNELS: dict[str, Row] = {
     # one operand
     "AbsNode": unary(mx.abs),
@@ -124,7 +134,7 @@ KERNELS: dict[str, Row] = {
     "RsqrtNode": unary(mx.rsqrt),
     "SigmoidNode": unary(mx.sigmoid),
     "SignNode": unary(mx.sign),
-    "SiluNode": unary(lambda x: x * mx.sigmoid(x)),
+    "SiluNode": unary(_silu_on_cpu if is_cpu() else _silu),
     "SinNode": unary(mx.sin),
     "SinhNode": unary(mx.sinh),
     "SqrtNode": unary(mx.sqrt),

@@ -14,11 +14,18 @@ from .rotation import Rotation
 
 
 class StepState:
-    """What one run carries besides its tensors: the cache, and what its layers share."""
+    """What one run carries besides its tensors: the cache, and what its layers share.
 
-    def __init__(self, cache: Any) -> None:
+    Attributes:
+        cache: what attention is computed with.
+        reads_inputs: whether indices among the inputs are compared before use, which waits for their numbers; otherwise
+            they are treated like computed ones, unless ``know`` has given the numbers.
+    """
+
+    def __init__(self, cache: Any, *, reads_inputs: bool = True) -> None:
         self.cache = cache
-        self._host: dict[int, tuple[mx.array, tuple[int, ...]]] = {}
+        self.reads_inputs = reads_inputs
+        self._host: dict[Any, tuple[mx.array, tuple[int, ...]]] = {}
         self._known_extents: dict[int, tuple[mx.array, tuple[int, int]]] = {}
         self._rotations: dict[tuple[Any, ...], tuple[Any, Any, Rotation]] = {}
         self._confined: dict[tuple[int, int, int], tuple[mx.array, mx.array]] = {}
@@ -26,7 +33,17 @@ class StepState:
         # Least and most of indices that were computed, and their bounds: arrays, which nothing has evaluated yet.
         self.extents: list[tuple[mx.array, mx.array, int, int]] = []
 
-    def positions(self, slot: int, array: mx.array) -> tuple[int, ...]:
+    def know(self, slot: Any, array: mx.array, numbers: np.ndarray[Any, Any]) -> None:
+        """Note an input's integers, which then are not read from the device."""
+        self._host[slot] = (array, tuple(numbers.ravel().tolist()))
+        if numbers.size:
+            self._known_extents[id(array)] = (array, (int(numbers.min()), int(numbers.max())))
+
+    def can_read(self, array: mx.array) -> bool:
+        """Whether ``extent`` may be asked for the integers of an input, or of what is the same numbers."""
+        return self.reads_inputs or id(array) in self._known_extents
+
+    def positions(self, slot: Any, array: mx.array) -> tuple[int, ...]:
         """Return the integers of the positions in a slot, reading each array once."""
         known = self._host.get(slot)
         if known is None or known[0] is not array:
