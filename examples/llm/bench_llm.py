@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         ("--batch-sizes", "1,2,4,8", "sequences side by side"),
         ("--prompt-tokens", "128", "tokens of each prompt"),
         ("--new-tokens", "32", "decode steps"),
-        ("--cache-kinds", "batched-sequence,batched-cell", "cache kinds; ratios are to the first"),
+        ("--cache-kinds", "batched-sequence,batched-paged,batched-cell", "cache kinds; ratios are to the first"),
     ):
         result.add_argument(flag, nargs="+", default=[default], help=f"{text} (default: {default})")
     result.add_argument(

@@ -49,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--cache-kind",
         default="batched",
-        help="how the KV cache holds many sequences: batched, batched-cell, batched-sequence or a registered one"
-        " (default: %(default)s)",
+        help="how the KV cache holds many sequences: batched, batched-paged, batched-cell, batched-sequence or a"
+        " registered one (default: %(default)s)",
     )
     result.add_argument(
         "--max-seqs", type=int, default=32, help="most answers under way at once (default: %(default)s)"

@@ -37,10 +37,11 @@ def cells(*, gathers: bool) -> Callable[[CacheConfig], Any]:
 
 BUILDERS: dict[str, Callable[[CacheConfig], Any]] = {
     "batched-sequence": lambda config: build("MLXBackend", "batched-sequence", config),
+    "batched-paged": lambda config: build("MLXBackend", "batched-paged", config),
     "batched-cell, gathered": cells(gathers=True),
     "batched-cell, masked": cells(gathers=False),
 }
-FORKING = ("batched-sequence", "batched-cell, gathered")
+FORKING = ("batched-sequence", "batched-paged", "batched-cell, gathered")
 
 
 class Runner:

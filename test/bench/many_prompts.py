@@ -21,7 +21,7 @@ from common import Workers, machine, run, serve, write_section
 
 ALONE = "executorch-mlx, one after the other"
 SLOW = "mlx-lm, as installed"
-KINDS = ("batched-sequence", "batched-cell")
+KINDS = ("batched-paged", "batched-sequence", "batched-cell")
 PROMPT_TOKENS = (16, 64)
 """The shortest and the longest prompt."""
 

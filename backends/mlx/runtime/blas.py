@@ -19,6 +19,9 @@ logger = logging.getLogger("executorch_mlx")
 #: Set to "mlx" to leave MLX's own BLAS in place.
 ENVIRONMENT_VARIABLE = "EXECUTORCH_MLX_BLAS"
 _PREFIX = "scipy_"
+# How long OpenBLAS's threads keep their cores busy when they have nothing to do, a power of two of cycles; read by the
+# library when it is loaded. By default that is some 20 ms, in which nothing else gets at these cores.
+_IDLE_VARIABLE, _IDLE_CYCLES = "OPENBLAS_THREAD_TIMEOUT", "18"
 _FUNCTIONS = ("cblas_sgemm", "cblas_sgemv", "cblas_dgemm", "cblas_dgemv", "cblas_cgemm")
 
 
@@ -26,7 +29,8 @@ _FUNCTIONS = ("cblas_sgemm", "cblas_sgemv", "cblas_dgemm", "cblas_dgemv", "cblas
 def install_blas() -> str:
     """Redirect MLX's matrix products on the CPU, once in a process, whenever MLX was imported.
 
-    Threads: as many as ``OPENBLAS_NUM_THREADS`` says, else one per core.
+    Threads: as many as ``OPENBLAS_NUM_THREADS`` says, else one per core. They sleep as soon as they have nothing to do,
+    unless ``OPENBLAS_THREAD_TIMEOUT`` says otherwise.
 
     Returns:
         What MLX multiplies with on the CPU: "OpenBLAS 0.3.34 (Haswell, 2 threads)", "Accelerate" on macOS, or "MLX's
@@ -51,10 +55,16 @@ def install_blas() -> str:
 
 
 def _openblas() -> ctypes.CDLL:
-    import scipy_openblas32
+    is_set = _IDLE_VARIABLE in os.environ
+    os.environ.setdefault(_IDLE_VARIABLE, _IDLE_CYCLES)
+    try:
+        import scipy_openblas32  # which loads the library
 
-    folder = Path(scipy_openblas32.get_lib_dir())
-    return ctypes.CDLL(str(folder / scipy_openblas32.get_library(fullname=True)))
+        path = Path(scipy_openblas32.get_lib_dir()) / scipy_openblas32.get_library(fullname=True)
+        return ctypes.CDLL(str(path))
+    finally:
+        if not is_set:
+            del os.environ[_IDLE_VARIABLE]
 
 
 def _describe(library: ctypes.CDLL) -> str:
