@@ -77,7 +77,7 @@ class DirectMethod:
                         mx.eval(pending)
                         program.check()
                     else:
-                        mx.async_eval(pending)
+                        mx.async_eval(pending)  # type: ignore[no-untyped-call]
                     program.commit()
                 except BaseException:
                     if cache is not None:

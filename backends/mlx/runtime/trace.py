@@ -106,7 +106,7 @@ class Tracer:
         self._remember(key, trace)
         state.extents.extend(extents)
         attention.commit(results)
-        return outputs
+        return list(outputs)
 
     def _remember(self, key: Any, trace: Any) -> None:
         self._traces[key] = trace

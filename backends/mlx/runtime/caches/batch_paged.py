@@ -108,7 +108,7 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
         parts: list[tuple[int, mx.array]] = []
         if arrays.rows is not None:
             indices = arrays.rows.indices
-            rows = q if len(indices) == q.shape[2] else q[:, :, mx.array(indices)]
+            rows = q if len(indices) == q.shape[2] else q[:, :, mx.array(list(indices))]
             out = answer.attend(rows, None, pools, arrays.rows, scale)
             parts += [(index, out[:, :, at : at + 1]) for at, index in enumerate(indices)]
         parts += [(its.span.start, self._answered(plan, its, pools, q, scale)) for its in arrays.spans]
@@ -164,7 +164,10 @@ class _TracedStep(trace.TracedAttention):
 
     def __init__(self, cache: MLXBatchPagedCache, plans: Sequence[PagedPlan]) -> None:
         self._cache, self._plans = cache, plans
-        self.arrays, self._rows, self._pools = [], {}, {}
+        self.arrays = []
+        # Where they lie in the list: of each window, with its longest row, and of each layer.
+        self._rows: dict[int | None, tuple[int, int]] = {}
+        self._pools: dict[int, int] = {}
         fixed: list[Any] = [cache.page_size]
         for plan in plans:
             window = plan.step.window

@@ -69,7 +69,8 @@ class Rows:
         """The slot of each row's last key."""
         last = self.spans.sum(axis=1) - 1
         pages: IntArray = self.tables[np.arange(len(last)), last // self.page_size]
-        return pages * self.page_size + last % self.page_size
+        slots: IntArray = pages * self.page_size + last % self.page_size
+        return slots
 
     @functools.cached_property
     def on_device(self) -> tuple[mx.array, mx.array]:
@@ -130,9 +131,17 @@ def _on_cpu(q: mx.array, own: Own | None, pools: Pair, rows: Rows, scale: float)
     _, kv_heads, num_slots, value_dim = pools[1].shape
     out = np.empty((num_rows, q_heads, value_dim), np.float32)
     sizes = (num_rows, q_heads, kv_heads, dim, value_dim, num_slots, rows.page_size, rows.tables.shape[1])
-    arrays = (_memory(queries), *memory, out, rows.tables, rows.spans)
-    addresses = [array.ctypes.data for array in arrays]
-    _attention.attend(*addresses, (*sizes, _STORAGE[pools[0].dtype]), scale, _num_threads())
+    _attention.attend(
+        _memory(queries).ctypes.data,
+        memory[0].ctypes.data,
+        memory[1].ctypes.data,
+        out.ctypes.data,
+        rows.tables.ctypes.data,
+        rows.spans.ctypes.data,
+        (*sizes, _STORAGE[pools[0].dtype]),
+        scale,
+        _num_threads(),
+    )
     return mx.array(out).astype(q.dtype).swapaxes(0, 1)[None]
 
 

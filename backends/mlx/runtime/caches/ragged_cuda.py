@@ -580,4 +580,5 @@ def attend(
             output_shapes=[shape],
             output_dtypes=[q.dtype],
         )
-    return out.swapaxes(0, 1)[None]
+    result: mx.array = out.swapaxes(0, 1)[None]
+    return result

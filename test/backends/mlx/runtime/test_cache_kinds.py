@@ -17,7 +17,7 @@ from executorch_mlx.backends.mlx import load_program
 from executorch_mlx.extension.llm.cache import CacheSession, StepError, build
 from oracles.small_programs import CAPACITY, VOCABULARY, TinyLM, cache_config, num_delegates, split_lm, tiny_lm
 
-BATCHED = ("batched-cell", "batched-sequence", "batched")
+BATCHED = ("batched-cell", "batched-sequence", "batched-paged", "batched")
 
 
 # Made once, before any thread: making one seeds torch's global generator.

@@ -84,13 +84,13 @@ class Parity:
 
 
 @pytest.mark.parametrize("num_seqs", range(1, 65))
-@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence", "batched-paged"])
+@pytest.mark.parametrize("kind", ["batched-cell", "batched-sequence"])
 def test_batch_of_any_size_on_mlx_equals_single_sequences(kind: str, num_seqs: int) -> None:
     Parity("MLXBackend", kind, num_seqs).run(4)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 7, 8, 9, 16, 31, 32, 33, 48, 64])
-@pytest.mark.parametrize("kind", [OTHER_CELLS["MLXBackend"], SMALL_PAGES, COMPOSED_PAGES])
+@pytest.mark.parametrize("kind", [OTHER_CELLS["MLXBackend"], "batched-paged", SMALL_PAGES, COMPOSED_PAGES])
 def test_other_ways_of_reading_on_mlx_equal_single_sequences(kind: str, num_seqs: int) -> None:
     Parity("MLXBackend", kind, num_seqs).run(6)
 

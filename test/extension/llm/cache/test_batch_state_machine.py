@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -21,10 +21,12 @@ from hypothesis.stateful import (
 from executorch_mlx.extension.llm.cache import (
     BatchCache,
     BatchCellCache,
+    BatchPagedCache,
     CacheConfig,
     SequenceCache,
     StepError,
 )
+from executorch_mlx.extension.llm.cache.reference import EagerBatchPagedCache
 from oracles.batch_pair import KINDS, SMALL_PAGES, BatchPair
 from oracles.cache_strategies import DTYPES, MUTANT_SEARCH, cache_configs
 from oracles.sequence_pair import InjectedError
@@ -429,6 +431,24 @@ def _fork_that_does_not_count_as_an_owner(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(BatchCellCache, "check_integrity", lambda self: None)
 
 
+def _shared_page_that_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EagerBatchPagedCache, "_copy_pages", lambda self, window, copies, num_pages: None)
+
+
+def _fork_that_does_not_hold_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BatchPagedCache._fork
+
+    def fork(self: BatchPagedCache, source: Any, upto: int) -> Any:
+        owners = {window: dict(pages.owners) for window, pages in self._pages.items()}
+        copy = original(self, source, upto)
+        for window, pages in self._pages.items():
+            pages.owners = owners[window]
+        return copy
+
+    monkeypatch.setattr(BatchPagedCache, "_fork", fork)
+    monkeypatch.setattr(BatchPagedCache, "check_integrity", lambda self: None)
+
+
 @pytest.mark.parametrize(
     ("kind", "mutate"),
     [
@@ -437,6 +457,8 @@ def _fork_that_does_not_count_as_an_owner(monkeypatch: pytest.MonkeyPatch) -> No
         ("batched-sequence", _fork_without_its_donors_floor),
         ("batched-cell", _freed_cells_that_are_not_zeroed),
         ("batched-cell", _fork_that_does_not_count_as_an_owner),
+        (SMALL_PAGES, _shared_page_that_is_not_copied),
+        (SMALL_PAGES, _fork_that_does_not_hold_its_pages),
     ],
 )
 def test_batch_state_machine_with_a_mutant_fails(kind: str, mutate, monkeypatch: pytest.MonkeyPatch) -> None:
