@@ -183,8 +183,8 @@ class _TracedStep(trace.TracedAttention):
         self._longest = {window: -(-longest // 512) * 512 for window, (_, longest) in self._rows.items()}
         fixed += [array.shape for array in self.arrays]
         fixed += [plan.is_written for plan in plans]
-        self.fixed = (*fixed, *self._longest.values())
         self._window = {plan.layer: plan.step.window for plan in plans}
+        self.fixed = (*fixed, *self._longest.values(), *self._window.items())
         self._page_size = cache.page_size
         self._asked = {plan.layer for plan in plans if plan.is_written}
 

@@ -1,11 +1,14 @@
 """Decode attention over pages on CUDA: one kernel that takes lengths instead of masks and reads each key once.
 
-The query heads that share a key head are answered together, by one block. Eight elements of a key go to a lane; the
-lanes that hold one key are a *worker*, which goes through every so many-th key with a softmax of its own (running
-maximum, sum and weighted values, as in FlashAttention, https://arxiv.org/abs/2205.14135). The workers' results are put
-together by shuffles and in shared memory. Where there are fewer blocks than the device takes at once, each row's keys
-are split among several blocks, and a second kernel puts their results together
-(https://pytorch.org/blog/flash-decoding).
+The query heads that share a key head are answered together, by one block, whose warps go through every so many-th key
+with a softmax of their own (running maximum, sum and weighted values, as in FlashAttention,
+https://arxiv.org/abs/2205.14135) and put their results together in shared memory. There are two ways:
+
+* *by tensor cores*, for half precision and heads of 64 or 128: a warp takes 16 keys at a time;
+* *by lanes*: eight elements of a key go to a lane, and the lanes that hold one key are a *worker*.
+
+Where there are fewer blocks than the device takes at once, each row's keys are split among several blocks, and a second
+kernel puts their results together (https://pytorch.org/blog/flash-decoding).
 
 The row's own key and value may be written by the same kernel, into the pool's own memory. To MLX the pool is an input
 that does not change: whoever lets the kernel write is its only owner, and evaluates the result before anything else
@@ -29,7 +32,7 @@ _BLOCKS = 264
 _UNROLL = 4
 """Keys that a worker has on their way at once."""
 _MOST_HEADS = 8
-"""Query heads that fit a block's registers."""
+"""Query heads that fit a block's registers, and the half of a tensor core's rows that is used."""
 
 _HEADER = r"""
 // Eight elements in registers, as they lie in memory.
@@ -85,7 +88,7 @@ __device__ inline void Eight<__half>::put(int i, float x) {
   word[i / 2] = i % 2 ? word[i / 2] | bits << 16 : bits;
 }
 
-// Words of two elements from eight-byte aligned memory, or from elements that lie apart.
+// Words of two elements, from memory aligned to 16 bytes or from elements that lie apart.
 template <int WORDS>
 __device__ inline void fetch(const unsigned short* from, unsigned int (&word)[WORDS]) {
   #pragma unroll
