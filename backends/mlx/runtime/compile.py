@@ -77,6 +77,7 @@ class CompiledProgram:
         # Other programs find these only as long as someone holds them.
         held = [*products.values(), *(() if expansion is None else expansion.factors.values())]
         self._shared = [product.weight for product in held]
+        self._shared += [product.bias for product in products.values() if product.bias is not None]
         self.uses_cache = any(node.kind == "UpdateAndAttendNode" for node in every)
 
         def compiled(node: Node, at: At) -> Step:

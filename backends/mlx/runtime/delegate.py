@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -89,7 +89,7 @@ class Delegate:
         shared = Loading() if loading is None else loading
         check_supported(graph, allow_kernels=shared.allow_kernels)
         with exclusive(), mx.stream(STREAM):
-            constants = _import_constants(graph, named_data, shared)
+            constants: MutableMapping[int, mx.array] = _constants(graph, named_data, shared)
             expansion = expand(graph, constants, shared.constants) if shared.expand_weights else None
             constants = constants if expansion is None else expansion.constants
             fusion = fuse(graph, constants, expansion, shared.constants)
@@ -256,23 +256,51 @@ def _import(tensor: Any) -> mx.array:
     return array
 
 
-def _import_constants(graph: Graph, named_data: Any, loading: Loading) -> dict[int, mx.array]:
-    """Return an array per constant slot; one that another delegate of the program has imported is shared.
+class _Constants(MutableMapping[int, mx.array]):
+    """An array per constant slot, imported when it is asked for; what other delegates have imported is shared.
 
     The largest come first: a constant is in memory twice while it is copied, and most of the others are not there yet.
     """
-    wanted: list[tuple[int, tuple[Any, ...]]] = []
+
+    def __init__(self, keys: Mapping[int, tuple[Any, ...]], named_data: Any, loading: Loading) -> None:
+        self._keys = dict(sorted(keys.items(), key=lambda item: -math.prod(item[1][1])))
+        self._named_data, self._loading = named_data, loading
+        self._held: dict[int, mx.array] = {}
+
+    def __getitem__(self, index: int) -> mx.array:
+        if index not in self._held:
+            key = self._keys[index]
+            array = self._loading.constants.get(key)
+            if array is None:
+                array = self._loading.constants[key] = _import(self._named_data.tensor(*key))
+            self._held[index] = array
+        return self._held[index]
+
+    def __setitem__(self, index: int, array: mx.array) -> None:
+        raise TypeError("constants are the program's")
+
+    def __delitem__(self, index: int) -> None:
+        del self._keys[index]
+        self._held.pop(index, None)
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._keys
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _constants(graph: Graph, named_data: Any, loading: Loading) -> _Constants:
+    """Return a program's constants."""
+    keys: dict[int, tuple[Any, ...]] = {}
     for named in graph.named_slots:
         index = named.slot.idx
         if named.slot.slot_type != SlotType.TensorSlot or index >= graph.num_constant_tensors:
             continue
         meta = graph.tensor_meta[index]
         assert meta is not None, "the verifier has checked that constants are described"
-        wanted.append((index, (named.name, static_shape(index, meta), meta.scalar_type)))
-    arrays: dict[int, mx.array] = {}
-    for index, key in sorted(wanted, key=lambda item: -math.prod(item[1][1])):
-        array = loading.constants.get(key)
-        if array is None:
-            array = loading.constants[key] = _import(named_data.tensor(*key))
-        arrays[index] = array
-    return arrays
+        keys[index] = (named.name, static_shape(index, meta), meta.scalar_type)
+    return _Constants(keys, named_data, loading)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..program import Graph, Node, SlotType, Tid
+from ..program.verify import static_shape
 from .device import mx
 from .expand import Expansion, Factor
 
@@ -97,7 +98,7 @@ def fuse(
 
     groups: dict[Any, list[_Linear]] = defaultdict(list)
     for node in nodes:
-        linear = _linear(node, turns, constants, factors)
+        linear = _linear(graph, node, turns, constants, factors)
         if linear is None or writes[linear.x] != 1 or writes[node.out] != 1:
             continue
         if linear.turn is not None and (writes[linear.turn.out] != 1 or reads[linear.turn.out] != 1):
@@ -107,7 +108,10 @@ def fuse(
         if linear.weight is None:
             kind: Any = factors[id(node)].dtype
         else:
-            kind = constants[linear.weight.idx].dtype, constants[linear.weight.idx].shape[1]
+            # From its description: a constant that is not needed is never imported.
+            meta = graph.tensor_meta[linear.weight.idx]
+            assert meta is not None, "the verifier has checked that constants are described"
+            kind = meta.scalar_type, static_shape(linear.weight.idx, meta)[1]
         groups[linear.x, str(kind), linear.bias is None].append(linear)
 
     products: dict[int, Product] = {}
@@ -117,17 +121,25 @@ def fuse(
             continue
         key = ("side by side", *(_name(linear, names) for linear in group))
         dtype = factors[id(group[0].node)].dtype if group[0].weight is None else None
-        weights = [
-            factors.pop(id(linear.node)).weight if linear.weight is None else constants.pop(linear.weight.idx)
-            for linear in group
-        ]
-        widths = [weight.shape[0] for weight in weights]
-        whole = shared.get(key)
+        widths = [_width(linear, graph, factors) for linear in group]
+        whole, bias = shared.get(key), shared.get(("bias", *key))
         if whole is None:
+            weights = [
+                factors[id(linear.node)].weight if linear.weight is None else constants[linear.weight.idx]
+                for linear in group
+            ]
             whole = shared[key] = mx.concatenate(weights)
             mx.eval(whole)
-        del weights
-        biases = [constants.pop(linear.bias.idx) for linear in group if linear.bias is not None]
+            del weights
+        if bias is None and group[0].bias is not None:
+            biases = [constants[linear.bias.idx] for linear in group if linear.bias is not None]
+            bias = shared[("bias", *key)] = mx.concatenate(biases)
+            mx.eval(bias)
+        for linear in group:
+            factors.pop(id(linear.node), None)
+            for slot in (linear.weight, linear.bias):
+                if slot is not None:
+                    del constants[slot.idx]
         stops = [sum(widths[: index + 1]) for index in range(len(widths))]
         products[id(group[0].node)] = Product(
             x=group[0].x,
@@ -136,7 +148,7 @@ def fuse(
                 for linear, width, stop in zip(group, widths, stops, strict=True)
             ),
             weight=whole,
-            bias=mx.concatenate(biases) if biases else None,
+            bias=bias,
             dtype=dtype,
         )
         unused |= {id(linear.node) for linear in group[1:]}
@@ -144,8 +156,17 @@ def fuse(
     return Fusion(products, frozenset(unused))
 
 
+def _width(linear: _Linear, graph: Graph, factors: dict[int, Factor]) -> int:
+    """Return the columns of a product."""
+    if linear.weight is None:
+        return int(factors[id(linear.node)].weight.shape[0])
+    meta = graph.tensor_meta[linear.weight.idx]
+    assert meta is not None, "the verifier has checked that constants are described"
+    return static_shape(linear.weight.idx, meta)[0]
+
+
 def _linear(
-    node: Node, turns: dict[Tid, Node], constants: MutableMapping[int, mx.array], factors: Any
+    graph: Graph, node: Node, turns: dict[Tid, Node], constants: MutableMapping[int, mx.array], factors: Any
 ) -> _Linear | None:
     """Return an instruction as a product with a constant weight, where it is one."""
     if id(node) in factors:
@@ -154,7 +175,7 @@ def _linear(
     if node.kind != "AddmmNode" or node.alpha != 1.0 or node.beta != 1.0 or node.mat2 not in turns:
         return None
     bias = node.bias
-    if bias is not None and (bias.idx not in constants or constants[bias.idx].ndim != 1):
+    if bias is not None and (bias.idx not in constants or len(graph.tensor_meta[bias.idx].shape) != 1):  # type: ignore[union-attr]
         return None
     turn = turns[node.mat2]
     return _Linear(node, node.mat1, turn.x, bias, turn)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import mlx.core as mx
@@ -108,7 +109,9 @@ def test_sessions_of_all_kinds_take_turns_under_one_program_with_its_weights_onc
     mx.clear_cache()  # a buffer that is used again may be larger than what is put in it
     loaded = mx.get_active_memory()
     sessions = [CacheSession(cache_of(kind)) for kind in (*BATCHED, "batched-cell")]
-    with sessions[0], sessions[1], sessions[2], sessions[3]:
+    with ExitStack() as stack:
+        for session in sessions:
+            stack.enter_context(session)
         prompts = [Prompts(methods[0], session.control, 2, seed) for seed, session in enumerate(sessions)]
         for indices in ((0, 0, 1), (1, 0), (1,), (0, 1, 1)):
             for session, its in zip(sessions, prompts, strict=True):
