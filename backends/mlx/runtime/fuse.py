@@ -122,7 +122,8 @@ def fuse(
         key = ("side by side", *(_name(linear, names) for linear in group))
         dtype = factors[id(group[0].node)].dtype if group[0].weight is None else None
         widths = [_width(linear, graph, factors) for linear in group]
-        whole, bias = shared.get(key), shared.get(("bias", *key))
+        bias_key = ("bias", *key)
+        whole, bias = shared.get(key), shared.get(bias_key)
         if whole is None:
             weights = [
                 factors[id(linear.node)].weight if linear.weight is None else constants[linear.weight.idx]
@@ -133,7 +134,7 @@ def fuse(
             del weights
         if bias is None and group[0].bias is not None:
             biases = [constants[linear.bias.idx] for linear in group if linear.bias is not None]
-            bias = shared[("bias", *key)] = mx.concatenate(biases)
+            bias = shared[bias_key] = mx.concatenate(biases)
             mx.eval(bias)
         for linear in group:
             factors.pop(id(linear.node), None)
@@ -175,7 +176,7 @@ def _linear(
     if node.kind != "AddmmNode" or node.alpha != 1.0 or node.beta != 1.0 or node.mat2 not in turns:
         return None
     bias = node.bias
-    if bias is not None and (bias.idx not in constants or len(graph.tensor_meta[bias.idx].shape) != 1):  # type: ignore[union-attr]
+    if bias is not None and (bias.idx not in constants or len(graph.tensor_meta[bias.idx].shape) != 1):
         return None
     turn = turns[node.mat2]
     return _Linear(node, node.mat1, turn.x, bias, turn)

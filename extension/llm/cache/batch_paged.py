@@ -350,11 +350,6 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
             num_pages: the pages that the pools must have before.
         """
 
-    def copies(self, window: int | None) -> list[tuple[int, int]]:
-        """Return the pages that the step, which has been planned, copies in the layers of a window."""
-        placements = self._placements or (self._draft[1] if self._draft else None)
-        return placements[window].copies if placements else []
-
     # -- placement ---------------------------------------------------------
 
     def _drafted(self, positions: tuple[int, ...]) -> dict[int | None, _Placement]:
@@ -395,5 +390,6 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
             base = first * size
             reads.append(PagedRead(span, held, first_key - base, stop - first_key, mask_for(pages.policy, start, stop)))
             slots += [held[(p - base) // size] * size + p % size for p in range(start, stop)]
-        step = PagedStep(window, tuple(slots), tuple(reads), free.intervals[-1][0])
+        copies = any(change.copied is not None for change in changes)
+        step = PagedStep(window, tuple(slots), tuple(reads), free.intervals[-1][0], copies)
         return _Placement(step, pages.free, free, tuple(changes))

@@ -152,12 +152,14 @@ class PagedStep:
         write: the slot that receives each token.
         reads: what is read, span by span.
         num_pages: the pages that the pools must have before the write.
+        copies: whether pages that are shared are copied before the write.
     """
 
     window: int | None
     write: tuple[int, ...]
     reads: tuple[PagedRead, ...]
     num_pages: int
+    copies: bool
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
     def traced(self, layers: Sequence[int], positions: tuple[int, ...]) -> trace.TracedAttention | None:
         """Return a step of single tokens as a function of arrays; see ``MLXCache.traced``."""
         plans = [self.plan(layer, positions) for layer in layers]
-        if any(self.copies(plan.step.window) for plan in plans):
+        if any(plan.step.copies for plan in plans):
             return None
         for plan in plans:
             config = self.config.layers[plan.layer]
