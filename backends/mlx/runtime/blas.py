@@ -29,7 +29,7 @@ _FUNCTIONS = ("cblas_sgemm", "cblas_sgemv", "cblas_dgemm", "cblas_dgemv", "cblas
 def install_blas() -> str:
     """Redirect MLX's matrix products on the CPU, once in a process, whenever MLX was imported.
 
-    Threads: as many as ``OPENBLAS_NUM_THREADS`` says, else one per core. They sleep as soon as they have nothing to do,
+    Threads: as many as ``OPENBLAS_NUM_THREADS`` says, else one per core. They sleep soon after they have nothing to do,
     unless ``OPENBLAS_THREAD_TIMEOUT`` says otherwise.
 
     Returns:

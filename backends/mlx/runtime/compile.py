@@ -13,7 +13,7 @@ from .device import DTYPES, MEMORY_BYTES, is_cpu, mx
 from .expand import Expansion
 from .fuse import Fusion, Product
 from .guard import guarded
-from .kernels import KERNELS, At, Step, StepState, check_extent
+from .kernels import KERNELS, At, Extent, Step, StepState, check_extent
 from .kernels.products import expanded_product, fused_product
 from .trace import Tracer
 
@@ -40,6 +40,7 @@ class CompiledProgram:
     Attributes:
         graph: the program.
         uses_cache: whether any instruction attends over a KV cache.
+        extents: of the last run's computed indices, what ``check`` looks at.
     """
 
     def __init__(
@@ -107,9 +108,9 @@ class CompiledProgram:
             # It may write constants: to its steps there are none.
             for step in At(graph.num_tensors, known, 0, compiled_chain).chain(graph.init_chain_idx):
                 step(self._initial)
-            _check_extents(state.extents)
+            check_extents(state.extents)
         self._written: dict[int, mx.array] = {}
-        self._extents: list[tuple[mx.array, mx.array, int, int]] = []
+        self.extents: list[Extent] = []
         folded = _folded_nodes(graph, [node for node in nodes if id(node) not in unused], every)
         for node in folded:
             compiled(node, at)(self._initial)
@@ -141,14 +142,14 @@ class CompiledProgram:
         """
         if len(inputs) != len(self._inputs):
             raise ValueError(f"the program takes {len(self._inputs)} inputs, got {len(inputs)}")
-        self._written, self._extents = {}, []
+        self._written, self.extents = {}, []
         state = StepState(cache, reads_inputs=reads_inputs)
         for index, known in (numbers or {}).items():
             state.know(self.graph.input_map[index].slot, inputs[index], known)
         if self._tracer is not None and cache is not None:
             outputs = self._tracer(inputs, state)
             if outputs is not None:
-                self._extents = state.extents
+                self.extents = state.extents
                 return outputs
         return self._run(inputs, state)
 
@@ -159,7 +160,7 @@ class CompiledProgram:
         env[-1] = state
         for step in self._steps:
             step(env)
-        self._extents = state.extents
+        self.extents = state.extents
         for index in self._buffers:
             if env[index].shape != self._initial[index].shape:
                 raise ValueError(
@@ -169,20 +170,14 @@ class CompiledProgram:
         self._written = {index: env[index].astype(self._initial[index].dtype) for index in self._buffers}
         return [env[index] for index in self._outputs]
 
-    @property
-    def num_arguments(self) -> tuple[int, int]:
-        """How many inputs and outputs the program has."""
-        return len(self._inputs), len(self._outputs)
-
     def pending(self) -> list[mx.array]:
         """Return what is to be evaluated with the outputs of the last run: what ``check`` and ``commit`` look at."""
-        extents = [array for least, most, *_ in self._extents for array in (least, most)]
+        extents = [array for least, most, *_ in self.extents for array in (least, most)]
         return [*self._written.values(), *extents]
 
     def check(self) -> None:
-        """Raise IndexError, once, where the last run has computed an index that lies outside of what it indexes."""
-        extents, self._extents = self._extents, []
-        _check_extents(extents)
+        """Raise IndexError where the last run has computed an index that lies outside of what it indexes."""
+        check_extents(self.extents)
 
     def commit(self) -> None:
         """Keep what the last run has written into the mutable buffers."""
@@ -191,7 +186,8 @@ class CompiledProgram:
         self._written = {}
 
 
-def _check_extents(extents: list[tuple[Any, Any, int, int]]) -> None:
+def check_extents(extents: list[Extent]) -> None:
+    """Raise IndexError where the least or the most of an array of indices lies outside of its bounds."""
     for least, most, low, high in extents:
         check_extent(least.item(), most.item(), low, high)
 

@@ -10,21 +10,21 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-from executorch_mlx.extension.llm.cache.session import active_key, installed_cache
+from executorch_mlx.extension.llm.cache.session import active_key
 
-from ..program import Graph, ProgramError, SlotType, TensorMeta, read_payload, verify_graph
+from ..program import Graph, ProgramError, SlotType, read_payload, verify_graph
 from ..program.dtypes import SCALAR_TYPE_NAMES
 from ..program.verify import static_shape
 from .caches import MLXCache
 from .compile import CompiledProgram, check_supported
 from .device import DTYPES, MEMORY_BYTES, STREAM, dtype_name, exclusive, mx
+from .execution import Signature, cache_of, run_step
 from .expand import expand
 from .fuse import fuse
 
@@ -105,8 +105,7 @@ class Delegate:
             except (IndexError, TypeError, ValueError) as error:
                 raise ProgramError(f"an instruction cannot be compiled: {error}") from error
         self._key_at_load = active_key()
-        self._inputs = [_tensor_meta(graph, entry) for entry in graph.input_map]
-        self._outputs = [_tensor_meta(graph, entry) for entry in graph.output_map]
+        self._signature = Signature(graph)
 
     def cache(self) -> MLXCache[Any] | None:
         """Return the cache that a run started now attends over, or None where the program uses none.
@@ -115,80 +114,33 @@ class Delegate:
             LookupError: the program needs a cache, and there was no session active, now or when it was loaded.
             TypeError: the active cache is no MLX cache.
         """
-        if not self.program.uses_cache:
-            return None
-        cache = installed_cache(active_key() or self._key_at_load)
-        if cache is None:
-            raise LookupError(
-                "the program attends over a KV cache and no session is active: run it inside"
-                ' `with CacheSession(build("MLXBackend", "sequence", config)) as session:`'
-            )
-        if not isinstance(cache, MLXCache):
-            raise TypeError(
-                f"the active cache is a {type(cache).__name__}, which holds no MLX arrays: build it for 'MLXBackend'"
-            )
-        return cache
+        return cache_of(self.program, active_key() or self._key_at_load)
 
     def execute(self, arguments: Any) -> None:
         """Run once on a delegate call's arguments: inputs, then outputs."""
-        num_inputs, num_outputs = len(self._inputs), len(self._outputs)
+        num_inputs, num_outputs = len(self._signature.inputs), len(self._signature.outputs)
         if len(arguments) != num_inputs + num_outputs:
             raise ValueError(
                 f"the delegate takes {num_inputs} inputs and {num_outputs} outputs, got {len(arguments)} arguments"
             )
+
+        def deliver(outputs: list[Any]) -> None:
+            for index, out in enumerate(outputs):
+                self._signature.check_output(f"delegate output {index}", index, out)
+                arguments.set(num_inputs + index, out)
+
         with exclusive(), mx.stream(STREAM):
             inputs = [self._input(arguments, index) for index in range(num_inputs)]
-            cache = self.cache()
-            own_step = nullcontext() if cache is None or cache.in_step else cache.step()
-            with own_step:
-                self._run(inputs, cache, arguments)
-
-    def _run(self, inputs: list[Any], cache: MLXCache[Any] | None, arguments: Any) -> None:
-        try:
-            outputs = self.program(inputs, cache)
-            outputs = [self._as_declared(index, out) for index, out in enumerate(outputs)]
-            self._evaluate(outputs, self.program.pending(), cache)
-            self.program.check()
-            for index, out in enumerate(outputs):
-                if isinstance(out, mx.array):
-                    _check_shape(f"delegate output {index}", self._outputs[index], out.shape)
-                arguments.set(len(self._inputs) + index, out)
-            self.program.commit()
-        except BaseException:
-            if cache is not None:
-                cache.fail_step()  # should the caller hold the step open, it cannot be committed
-            raise
+            run_step(self.program, self._signature, inputs, self.cache(), deliver)
 
     def _input(self, arguments: Any, index: int) -> Any:
-        value, meta = arguments.get(index), self._inputs[index]
+        value = arguments.get(index)
         if isinstance(value, (int, float)):
             return value
         if value is None:
             raise ValueError(f"delegate input {index} is missing")
-        if meta is not None and value.scalar_type != meta.scalar_type:
-            raise TypeError(
-                f"delegate input {index}: expected {SCALAR_TYPE_NAMES[meta.scalar_type]}, got"
-                f" {SCALAR_TYPE_NAMES[value.scalar_type]}"
-            )
-        _check_shape(f"delegate input {index}", meta, value.shape)
+        self._signature.check_input(f"delegate input {index}", index, value.scalar_type, value.shape)
         return _import(value)
-
-    def _as_declared(self, index: int, out: Any) -> Any:
-        """Give an output the dtype the program declares: an exporter may compute in a wider one."""
-        meta = self._outputs[index]
-        if not isinstance(out, mx.array):
-            return out
-        return mx.contiguous(out if meta is None else out.astype(DTYPES[meta.scalar_type]))
-
-    @staticmethod
-    def _evaluate(outputs: list[Any], pending: list[mx.array], cache: MLXCache[Any] | None) -> None:
-        pools = cache.release() if cache is not None else []
-        try:
-            mx.eval([out for out in outputs if isinstance(out, mx.array)], pending, pools)
-        except Exception as error:
-            if cache is not None:
-                cache.mark_lost(f"{type(error).__name__}: {error}")
-            raise
 
 
 def init(payload: bytes, named_data: Any) -> Delegate | int:
@@ -215,33 +167,6 @@ def _guarded(call: Callable[[], None], what: str) -> int:
     except BaseException as error:
         return _keep(error, what)
     return _OK
-
-
-def _tensor_meta(graph: Graph, entry: Any) -> Any:
-    is_described = entry.slot_type == SlotType.TensorSlot and entry.idx < len(graph.tensor_meta)
-    return graph.tensor_meta[entry.idx] if is_described else None
-
-
-def _check_shape(what: str, meta: TensorMeta | None, shape: Sequence[int]) -> None:
-    """Compare with what the program declares.
-
-    Lower bounds are left out: they are the tracer's, to which 0 and 1 are special, not the model's.
-
-    Raises:
-        ValueError: another rank, another static size, or a dynamic one past its bound.
-    """
-    if meta is None:
-        return
-    fits = len(meta.shape) == len(shape) and all(
-        size == dim.value if dim.value >= 0 else dim.max_value < 0 or size <= dim.max_value
-        for size, dim in zip(shape, meta.shape, strict=True)
-    )
-    if not fits:
-        expected = [
-            str(dim.value) if dim.value >= 0 else f"up to {dim.max_value}" if dim.max_value >= 0 else "any"
-            for dim in meta.shape
-        ]
-        raise ValueError(f"{what}: expected shape [{', '.join(expected)}], got {list(shape)}")
 
 
 def _import(tensor: Any) -> mx.array:

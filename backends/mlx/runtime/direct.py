@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
-from executorch_mlx.extension.llm.cache.session import active_cache
+from executorch_mlx.extension.llm.cache.session import active_key
 
-from ..program import SlotType
-from .caches import MLXCache
-from .compile import CompiledProgram
+from ..program.dtypes import SCALAR_TYPE_CODES, SCALAR_TYPE_NAMES
+from .compile import CompiledProgram, check_extents
 from .device import DTYPES, STREAM, dtype_name, exclusive, mx
+from .execution import Signature, cache_of, run_step
+from .kernels import Extent
 
 
 class DirectMethod:
@@ -25,12 +25,9 @@ class DirectMethod:
 
     def __init__(self, program: CompiledProgram) -> None:
         self._program = program
-        graph = program.graph
-        self._dtypes = [
-            DTYPES[meta.scalar_type] if entry.slot_type == SlotType.TensorSlot and meta is not None else None
-            for entry in graph.input_map
-            for meta in [graph.tensor_meta[entry.idx] if entry.idx < len(graph.tensor_meta) else None]
-        ]
+        self._signature = Signature(program.graph)
+        # Of a call that did not wait: extremes of its indices, which are not there yet.
+        self._unchecked: list[Extent] = []
 
     def __call__(self, inputs: Sequence[Any], *, wait: bool = True) -> list[Any]:
         """Run the program.
@@ -40,57 +37,51 @@ class DirectMethod:
                 lists: the host needs them, and an MLX array would be waited for.
             wait: evaluate before returning. Otherwise the device is given its work, and computes while the caller
                 prepares the next step. An index that turns out to lie outside of its tensor (a token past the
-                vocabulary) is then reported by the next call.
+                vocabulary) is then reported by this object's next call, which does nothing else.
 
         Returns:
-            The outputs.
+            An MLX array or a number per output.
 
         Raises:
             IndexError: an index outside of its tensor, of this call or, of one that did not wait, of the call before.
             LookupError: the program attends, and no session is active.
             TypeError: an input of another dtype, or a cache that holds no MLX arrays.
-            ValueError: another number of inputs; what the program or the cache refuses.
+            ValueError: another number of inputs, or another shape; what the program or the cache refuses.
         """
-        if len(inputs) != len(self._dtypes):
-            raise ValueError(f"the program takes {len(self._dtypes)} inputs, got {len(inputs)}")
-        program = self._program
+        expected = len(self._signature.inputs)
+        if len(inputs) != expected:
+            raise ValueError(f"the program takes {expected} inputs, got {len(inputs)}")
+        delivered: list[Any] = []
         with exclusive(), mx.stream(STREAM):
-            program.check()
+            unchecked, self._unchecked = self._unchecked, []
+            check_extents(unchecked)
             arrays, numbers = [], {}
-            for index, (value, dtype) in enumerate(zip(inputs, self._dtypes, strict=True)):
-                if dtype is None or isinstance(value, mx.array):
-                    if dtype is not None and value.dtype != dtype:
-                        raise TypeError(f"input {index}: expected {dtype_name(dtype)}, got {dtype_name(value.dtype)}")
-                    arrays.append(value)
-                    continue
-                known = np.asarray(value)
-                arrays.append(mx.array(known).astype(dtype))
-                if known.dtype.kind in "iu":
+            for index, value in enumerate(inputs):
+                array, known = self._input(index, value)
+                arrays.append(array)
+                if known is not None:
                     numbers[index] = known
-            cache = self._cache()
-            with nullcontext() if cache is None or cache.in_step else cache.step():
-                try:
-                    outputs = program(arrays, cache, numbers=numbers, reads_inputs=wait)
-                    pending = [*outputs, *program.pending(), *(() if cache is None else cache.release())]
-                    pending = [array for array in pending if isinstance(array, mx.array)]
-                    if wait:
-                        mx.eval(pending)
-                        program.check()
-                    else:
-                        mx.async_eval(pending)  # type: ignore[no-untyped-call]
-                    program.commit()
-                except BaseException:
-                    if cache is not None:
-                        cache.fail_step()
-                    raise
-            return outputs
+            cache = cache_of(self._program, active_key())
+            run_step(self._program, self._signature, arrays, cache, delivered.extend, numbers=numbers, waits=wait)
+            if not wait:
+                self._unchecked = self._program.extents
+        return delivered
 
-    def _cache(self) -> MLXCache[Any] | None:
-        if not self._program.uses_cache:
-            return None
-        cache = active_cache()
-        if cache is None:
-            raise LookupError("the program attends over a KV cache and no session is active: run it in a CacheSession")
-        if not isinstance(cache, MLXCache):
-            raise TypeError(f"the active cache is a {type(cache).__name__}, which holds no MLX arrays")
-        return cache
+    def _input(self, index: int, value: Any) -> tuple[Any, np.ndarray[Any, Any] | None]:
+        """Return an input as the program takes it, and its integers where the host has them."""
+        meta, known = self._signature.inputs[index], None
+        if meta is None:
+            return value, None
+        if not isinstance(value, mx.array):
+            expected, array = SCALAR_TYPE_NAMES[meta.scalar_type], np.asarray(value)
+            if array.dtype.kind not in ("f" if "float" in expected else "b" if expected == "bool" else "iu"):
+                raise TypeError(f"input {index}: expected {expected}, got {array.dtype}")
+            if array.dtype.kind in "iu":
+                known = array.astype(expected)
+                if not np.array_equal(known, array):
+                    raise ValueError(
+                        f"input {index}: expected {expected}, got numbers from {array.min()} to {array.max()}"
+                    )
+            value = mx.array(array).astype(DTYPES[meta.scalar_type])
+        self._signature.check_input(f"input {index}", index, SCALAR_TYPE_CODES[dtype_name(value.dtype)], value.shape)
+        return value, known

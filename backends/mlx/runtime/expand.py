@@ -22,11 +22,13 @@ class Factor(NamedTuple):
         weight: [rows, columns], or the other way round.
         is_transposed: whether it is the other way round.
         dtype: the dtype that its parameters had.
+        key: what programs share it by.
     """
 
     weight: mx.array
     is_transposed: bool
     dtype: mx.Dtype
+    key: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def expand(
             parts = packed, scales.astype(mx.float32), biases.astype(mx.float32)
             weight = shared[key] = mx.dequantize(*parts, group_size=node.group_size, bits=node.bits)
             mx.eval(weight)
-        factors[id(node)] = Factor(weight, node.transpose, mx.result_type(scales, biases))
+        factors[id(node)] = Factor(weight, node.transpose, mx.result_type(scales, biases), key)
     left = [node for node in nodes if id(node) not in factors]
     outputs = {entry.slot for entry in graph.output_map}
     read = _read(left) | outputs

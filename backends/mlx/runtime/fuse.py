@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..program import Graph, Node, SlotType, Tid
+from ..program import Graph, Node, SlotType, TensorMeta, Tid
 from ..program.verify import static_shape
 from .device import mx
 from .expand import Expansion, Factor
@@ -106,23 +106,25 @@ def fuse(
         if any(slot is not None and (writes[slot] or reads[slot] != 1) for slot in (linear.weight, linear.bias)):
             continue
         if linear.weight is None:
-            kind: Any = factors[id(node)].dtype
+            kind: tuple[Any, ...] = (str(factors[id(node)].dtype),)
         else:
-            # From its description: a constant that is not needed is never imported.
-            meta = graph.tensor_meta[linear.weight.idx]
-            assert meta is not None, "the verifier has checked that constants are described"
-            kind = meta.scalar_type, static_shape(linear.weight.idx, meta)[1]
-        groups[linear.x, str(kind), linear.bias is None].append(linear)
+            weight = _meta(graph, linear.weight)
+            bias_type = None if linear.bias is None else _meta(graph, linear.bias).scalar_type
+            kind = weight.scalar_type, static_shape(linear.weight.idx, weight)[1], bias_type
+        groups[linear.x, kind].append(linear)
 
     products: dict[int, Product] = {}
     unused: set[int] = set()
     for group in groups.values():
         if len(group) < 2:
             continue
-        key = ("side by side", *(_name(linear, names) for linear in group))
+        key = (
+            "side by side",
+            *(factors[id(it.node)].key if it.weight is None else names[it.weight.idx] for it in group),
+        )
+        bias_key = ("side by side", *(names[it.bias.idx] for it in group if it.bias is not None))
         dtype = factors[id(group[0].node)].dtype if group[0].weight is None else None
         widths = [_width(linear, graph, factors) for linear in group]
-        bias_key = ("bias", *key)
         whole, bias = shared.get(key), shared.get(bias_key)
         if whole is None:
             weights = [
@@ -161,9 +163,14 @@ def _width(linear: _Linear, graph: Graph, factors: dict[int, Factor]) -> int:
     """Return the columns of a product."""
     if linear.weight is None:
         return int(factors[id(linear.node)].weight.shape[0])
-    meta = graph.tensor_meta[linear.weight.idx]
+    return static_shape(linear.weight.idx, _meta(graph, linear.weight))[0]
+
+
+def _meta(graph: Graph, constant: Tid) -> TensorMeta:
+    """Return a constant's description: one that is not needed itself is never imported."""
+    meta = graph.tensor_meta[constant.idx]
     assert meta is not None, "the verifier has checked that constants are described"
-    return static_shape(linear.weight.idx, meta)[0]
+    return meta
 
 
 def _linear(
@@ -176,13 +183,7 @@ def _linear(
     if node.kind != "AddmmNode" or node.alpha != 1.0 or node.beta != 1.0 or node.mat2 not in turns:
         return None
     bias = node.bias
-    if bias is not None and (bias.idx not in constants or len(graph.tensor_meta[bias.idx].shape) != 1):
+    if bias is not None and (bias.idx not in constants or len(_meta(graph, bias).shape) != 1):
         return None
     turn = turns[node.mat2]
     return _Linear(node, node.mat1, turn.x, bias, turn)
-
-
-def _name(linear: _Linear, names: dict[int, str]) -> Any:
-    if linear.weight is None:
-        return tuple(names[slot.idx] for slot in (linear.node.w,)), linear.node.group_size, linear.node.bits
-    return names[linear.weight.idx]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from .backend import HELD_BACKEND_IDS
 from .delegate import Delegate, Loading, current_loading, managed_calls, take_error
 from .device import exclusive, is_cpu
 from .direct import DirectMethod
-from .pte import HEAD_BYTES, check_length, retag
+from .pte import HEAD_BYTES, check_length, is_one_delegate, program_bytes, retag
 
 CPU_WEIGHTS = ("stored", "float32")
 """How a program's quantized weights lie in a CPU's memory."""
@@ -50,12 +50,11 @@ class Method:
     cache where it was, and the same call may be made again.
     """
 
-    def __init__(self, method: Any, delegates: list[Delegate], owner: Any) -> None:
+    def __init__(self, method: Any, delegates: list[Delegate], owner: Any, is_one_delegate: Callable[[], bool]) -> None:
         self._method = method
         self._owner = owner  # the method points into its program
-        self._has_delegates = bool(delegates)
-        self._programs = [delegate.program for delegate in delegates]
-        self._delegates = [delegate for delegate in delegates if delegate.program.uses_cache]
+        self._delegates = delegates
+        self._is_one_delegate = is_one_delegate
 
     def execute(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run the method.
@@ -72,11 +71,11 @@ class Method:
             Exception: whatever the delegate or its cache raised, as it was raised.
             RuntimeError: ExecuTorch refused the call.
         """
-        if self._has_delegates:
+        if self._delegates:
             _check_contiguous(inputs)
         with exclusive(), managed_calls():
-            caches = {id(cache): cache for cache in (delegate.cache() for delegate in self._delegates)}
-            (cache,) = caches.values() or (None,)
+            attending = [delegate.cache() for delegate in self._delegates if delegate.program.uses_cache]
+            (cache,) = {id(cache): cache for cache in attending}.values() or (None,)
             with nullcontext() if cache is None or cache.in_step else cache.step():
                 try:
                     outputs: Sequence[Any] = self._method(inputs, False)
@@ -93,14 +92,12 @@ class Method:
         Raises:
             ValueError: the method is not one MLX delegate.
         """
-        whole = self.metadata.num_inputs(), self.metadata.num_outputs()
-        if [program.num_arguments for program in self._programs] != [whole]:
+        if len(self._delegates) != 1 or not self._is_one_delegate():
             raise ValueError(
-                f"the method has {len(self._programs)} MLX delegates, and perhaps operators of its own: a direct method"
-                " is one delegate, which a model exported with MLXPartitioner becomes where all of its operators are"
-                " supported"
+                f"the method has {len(self._delegates)} MLX delegates, or operators of its own: a direct method is one"
+                " delegate, which a model exported with MLXPartitioner becomes where all of its operators are supported"
             )
-        return DirectMethod(self._programs[0])
+        return DirectMethod(self._delegates[0].program)
 
     @property
     def metadata(self) -> Any:
@@ -111,9 +108,9 @@ class Method:
 class Program:
     """A loaded program; as ``executorch.runtime.Program``."""
 
-    def __init__(self, program: Any, data: bytes | None, loading: Loading) -> None:
+    def __init__(self, program: Any, source: str | Path | bytes, loading: Loading) -> None:
         self._program = program
-        self._data = data  # a program from bytes points into them
+        self._source = source  # a program from bytes points into them
         self._names = {program.get_method_name(index) for index in range(program.num_methods())}
         self._methods: dict[str, Method] = {}
         # Kept by the program, so that methods loaded one after the other share constants.
@@ -142,7 +139,12 @@ class Program:
         token = current_loading.set(self._loading)
         try:
             method = self._program.load_method(name)
-            return Method(method, self._loading.delegates[loaded_before:], (self._program, self._data))
+            return Method(
+                method,
+                self._loading.delegates[loaded_before:],
+                (self._program, self._source),
+                lambda: is_one_delegate(_without_segments(self._source), name),
+            )
         except RuntimeError as failure:
             raise (take_error() or failure) from failure
         finally:
@@ -206,8 +208,18 @@ def load_program(
     }
     loading = Loading(allow_kernels=allow_kernels, expand_weights=cpu_weights == "float32" and is_cpu())
     if isinstance(source, (str, Path)):
-        return Program(_C._load_program(str(source), **options), None, loading)
+        return Program(_C._load_program(str(source), **options), source, loading)
     return Program(_C._load_program_from_buffer(source, **options), source, loading)
+
+
+def _without_segments(source: str | Path | bytes) -> bytes:
+    """Return a program's own bytes, without the weights behind them."""
+    if isinstance(source, bytes):
+        return source
+    with Path(source).open("rb") as file:
+        head = file.read(HEAD_BYTES)
+        file.seek(0)
+        return file.read(program_bytes(head))
 
 
 def _check_contiguous(inputs: Sequence[Any]) -> None:

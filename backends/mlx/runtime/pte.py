@@ -1,4 +1,4 @@
-"""The few bytes of a `.pte` that loading looks at itself: its length, and the ids of its delegates."""
+"""The few bytes of a `.pte` that are read here: its length, its delegates' ids, what its methods are made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from flatbuffers.table import Table
 
 # Vtable indices in ExecuTorch's schema/program.fbs.
 _PROGRAM_EXECUTION_PLANS = 1
-_PLAN_DELEGATES = 7
+_PLAN_NAME, _PLAN_INPUTS, _PLAN_OUTPUTS, _PLAN_CHAINS, _PLAN_DELEGATES = 0, 3, 4, 5, 7
+_CHAIN_INSTRUCTIONS = 2
+_INSTRUCTION_KIND, _INSTRUCTION_FIELDS = 0, 1
+_DELEGATE_CALL, _DELEGATE_CALL_ARGUMENTS = 2, 1
 _DELEGATE_ID = 0
 
 HEAD_BYTES = 64
@@ -39,12 +42,62 @@ def check_length(head: bytes, size: int) -> None:
         raise ValueError(f"the program is truncated: its header promises {expected} bytes, got {size}")
 
 
+def program_bytes(head: bytes) -> int:
+    """Return how many bytes of a file are the program itself; -1, all of them, where its header does not say."""
+    if len(head) < 40 or head[8:12] != b"eh00":
+        return -1
+    size: int = struct.unpack_from("<Q", head, 16)[0]
+    return size
+
+
 def _children(table: Table, index: int) -> Iterator[Table]:
     offset = table.Offset(4 + 2 * index)
     if offset:
         start = table.Vector(offset)
         for item in range(table.VectorLen(offset)):
             yield Table(table.Bytes, table.Indirect(start + 4 * item))
+
+
+def _integers(table: Table, index: int) -> list[int]:
+    offset = table.Offset(4 + 2 * index)
+    if not offset:
+        return []
+    start = table.Vector(offset)
+    return [table.Get(number_types.Int32Flags, start + 4 * item) for item in range(table.VectorLen(offset))]
+
+
+def _root(program: bytes | bytearray) -> Table:
+    return Table(program, flatbuffers.encode.Get(number_types.UOffsetTFlags.packer_type, program, 0))
+
+
+def is_one_delegate(program: bytes, method: str) -> bool:
+    """Whether a method is one call of a delegate with the method's inputs and outputs, in their order.
+
+    Raises:
+        ValueError: the program is damaged.
+    """
+    try:
+        for plan in _children(_root(program), _PROGRAM_EXECUTION_PLANS):
+            offset = plan.Offset(4 + 2 * _PLAN_NAME)
+            if not offset or _string(plan, offset)[1] != method.encode():
+                continue
+            calls = [call for chain in _children(plan, _PLAN_CHAINS) for call in _children(chain, _CHAIN_INSTRUCTIONS)]
+            return [_delegate_arguments(call) for call in calls] == [
+                _integers(plan, _PLAN_INPUTS) + _integers(plan, _PLAN_OUTPUTS)
+            ]
+        return False
+    except (struct.error, IndexError, TypeError) as error:
+        raise ValueError(f"the program is damaged: {error}") from error
+
+
+def _delegate_arguments(instruction: Table) -> list[int] | None:
+    """Return what a delegate is called with; None where the instruction is no such call."""
+    kind, fields = (instruction.Offset(4 + 2 * index) for index in (_INSTRUCTION_KIND, _INSTRUCTION_FIELDS))
+    is_call = kind and instruction.Get(number_types.Uint8Flags, instruction.Pos + kind) == _DELEGATE_CALL
+    if not is_call or not fields:
+        return None
+    call = Table(instruction.Bytes, instruction.Indirect(instruction.Pos + fields))
+    return _integers(call, _DELEGATE_CALL_ARGUMENTS)
 
 
 def delegate_ids(program: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
@@ -54,8 +107,7 @@ def delegate_ids(program: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
         ValueError: the program is damaged.
     """
     try:
-        root = Table(program, flatbuffers.encode.Get(number_types.UOffsetTFlags.packer_type, program, 0))
-        for plan in _children(root, _PROGRAM_EXECUTION_PLANS):
+        for plan in _children(_root(program), _PROGRAM_EXECUTION_PLANS):
             for delegate in _children(plan, _PLAN_DELEGATES):
                 offset = delegate.Offset(4 + 2 * _DELEGATE_ID)
                 if offset:

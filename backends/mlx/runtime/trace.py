@@ -7,6 +7,7 @@ when it comes again, so that the steps of a prompt that comes once are not.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,9 +17,13 @@ from ..program import Graph, Tid
 from .device import mx
 from .kernels import StepState
 
+logger = logging.getLogger("executorch_mlx")
+
 _MOST_TRACES = 64
 _SEEN_BEFORE = 2
 """Steps of a shape that run as they are written."""
+_RETRY = 1000
+"""Further steps that do, where a shape could not be traced."""
 
 Run = Callable[[Sequence[Any], StepState], list[Any]]
 
@@ -66,7 +71,7 @@ class Tracer:
 
     def __init__(self, graph: Graph, run: Run) -> None:
         self._run = run
-        self._traces: OrderedDict[Any, Any] = OrderedDict()
+        self._traces: OrderedDict[Any, tuple[int, _Trace | None]] = OrderedDict()  # by shape: its steps, its trace
         nodes = graph.instruction_chains[graph.main_chain_idx].instructions
         self._layers = [node.layer_id for node in nodes if node.kind == "UpdateAndAttendNode"]
         inputs = [entry.slot for entry in graph.input_map]
@@ -90,26 +95,26 @@ class Tracer:
         if attention is None:
             return None
         key = (attention.fixed, tuple((array.shape, array.dtype) for array in inputs))
-        trace = self._traces.pop(key, 0)
-        if isinstance(trace, int) and trace < _SEEN_BEFORE:
-            self._remember(key, trace + 1)
-            return None
-        if isinstance(trace, int):
+        seen, trace = self._traces.pop(key, (0, None))
+        if seen >= _SEEN_BEFORE and trace is None:
             trace = _Trace(self._run)
+        self._remember(key, (seen + 1, trace))
+        if trace is None:
+            return None
         try:
             outputs, extents, results = trace(inputs, attention)
-        except Exception:
-            # What fails here fails again, with its reason, when it is run as it is written; or it reads what it
-            # computes, which cannot be traced.
-            self._can_trace = False
+        except Exception as error:
+            # The step is run as it is written: what is wrong with it is reported there. A program that reads what it
+            # computes cannot be traced, so that it is not tried often.
+            logger.debug("a step of %s is not traced: %s", [array.shape for array in inputs], error)
+            self._remember(key, (-_RETRY, None))
             return None
-        self._remember(key, trace)
         state.extents.extend(extents)
         attention.commit(results)
         return list(outputs)
 
-    def _remember(self, key: Any, trace: Any) -> None:
-        self._traces[key] = trace
+    def _remember(self, key: Any, entry: tuple[int, _Trace | None]) -> None:
+        self._traces[key] = entry
         if len(self._traces) > _MOST_TRACES:
             self._traces.popitem(last=False)
 

@@ -257,7 +257,7 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
     def _check_step(self, positions: tuple[int, ...]) -> None:
         super()._check_step(positions)
         if self._draft is not None and self._draft[0] == positions:
-            return
+            return  # they were checked before they were placed
         due: dict[int, int] = {}
         for span in self._spans:
             start = due.get(span.seq_id, self._live[span.seq_id].position)

@@ -24,7 +24,7 @@ class MLXCache(CacheLayout[PlanT]):
 
     @abstractmethod
     def release(self) -> list[mx.array]:
-        """Return the pools that this step has written since the last call, to be evaluated with the outputs."""
+        """Return the pools that were written since the last call, or what writes them: evaluate it with the outputs."""
 
     def traced(self, layers: Sequence[int], positions: tuple[int, ...]) -> TracedAttention | None:
         """Return a step's attention as a function of arrays; None where the step is not of that kind.

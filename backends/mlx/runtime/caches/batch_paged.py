@@ -16,7 +16,7 @@ from .. import trace
 from ..device import mx
 from . import ragged_cuda
 from .base import MLXCache
-from .pools import Pair, Pools, read, slots_of
+from .pools import Pair, Pools, read
 from .ragged import ON_CUDA, RowAttention, Rows, row_attention
 
 
@@ -33,11 +33,6 @@ class _StepArrays:
     def runs(self) -> tuple[Run, ...]:
         """The slots that the step's tokens go to."""
         return runs_of(self._step.write)
-
-    @cached_property
-    def slots(self) -> mx.array:
-        """The same as an array."""
-        return slots_of(self._step.write)
 
 
 class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
@@ -66,7 +61,7 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
         return self._pools.num_bytes
 
     def release(self) -> list[mx.array]:
-        """Return the pools written since the last call; see ``MLXCache.release``."""
+        """Return the pools written since the last call, and kernels' results; see ``MLXCache.release``."""
         results, self._results = self._results, []
         return [*self._pools.release(), *results]
 
@@ -104,7 +99,7 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
             self._results.append(out)
             return out
         runs = () if plan.is_written else arrays.runs
-        pools = self._pools.write(plan.layer, self._slots(step.num_pages), runs, k, v, slots=arrays.slots)
+        pools = self._pools.write(plan.layer, self._slots(step.num_pages), runs, k, v)
         parts: list[tuple[int, mx.array]] = []
         if arrays.rows is not None:
             indices = arrays.rows.indices

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from executorch_mlx.extension.llm.cache.config import CacheConfig
 from executorch_mlx.extension.llm.cache.plan import Run
 from executorch_mlx.extension.llm.cache.sequence import grown_slots
@@ -47,14 +45,7 @@ class Pools:
         return sum(pool.nbytes for pair in self._pairs if pair is not None for pool in pair)
 
     def write(
-        self,
-        layer: int,
-        num_slots: int,
-        runs: Sequence[Run],
-        k: mx.array,
-        v: mx.array,
-        zero: Sequence[Run] = (),
-        slots: mx.array | None = None,
+        self, layer: int, num_slots: int, runs: Sequence[Run], k: mx.array, v: mx.array, zero: Sequence[Run] = ()
     ) -> Pair:
         """Put a step's rows in place, lazily.
 
@@ -65,7 +56,6 @@ class Pools:
             k: keys [1, H_kv, n, D].
             v: values [1, H_kv, n, D_v].
             zero: slots to be zeroed first; those behind a pool's end are left out.
-            slots: the same as ``runs``, [1, 1, n, 1], where the caller has them at hand.
 
         Returns:
             The layer's pools.
@@ -79,7 +69,7 @@ class Pools:
         stale = [Run(run.slot, min(run.length, held - run.slot)) for run in zero if run.slot < held]
         if stale:
             keys, values = _zeroed(keys, stale), _zeroed(values, stale)
-        written = (_written(keys, runs, k, slots), _written(values, runs, v, slots))
+        written = (_written(keys, runs, k), _written(values, runs, v))
         self._pairs[layer] = written
         self._written.add(layer)
         return written
@@ -144,11 +134,6 @@ class Pools:
             mx.eval(self._pairs)
 
 
-def slots_of(slots: Sequence[int]) -> mx.array:
-    """Return slots as ``Pools.write`` takes them."""
-    return mx.array(np.array(slots, np.int32)[None, None, :, None])
-
-
 def read(pool: mx.array, runs: Sequence[Run], num_queries: int) -> mx.array:
     """Return the rows [1, heads, keys, dim] in the slots of ``runs``, in order; a view where that is safe."""
     first = runs[0]
@@ -173,13 +158,12 @@ def _prefix(pool: mx.array, kept: int, slots: int) -> mx.array:
     return _written(mx.zeros((1, heads, slots, dim), pool.dtype), [Run(0, kept)], pool[:, :, :kept])
 
 
-def _written(pool: mx.array, runs: Sequence[Run], rows: mx.array, slots: mx.array | None = None) -> mx.array:
+def _written(pool: mx.array, runs: Sequence[Run], rows: mx.array) -> mx.array:
     """Return the pool with ``rows`` [1, heads, n, dim] in the slots of ``runs``, in order."""
     rows = rows.astype(pool.dtype)
     if len(runs) > _MOST_RUNS:
-        if slots is None:
-            slots = slots_of([slot for run in runs for slot in range(run.slot, run.slot + run.length)])
-        return mx.put_along_axis(pool, slots, rows, axis=2)
+        slots = [slot for run in runs for slot in range(run.slot, run.slot + run.length)]
+        return mx.put_along_axis(pool, mx.array(slots)[None, None, :, None], rows, axis=2)
     done = 0
     for run in runs:
         part = rows if run.length == rows.shape[2] else rows[:, :, done : done + run.length]

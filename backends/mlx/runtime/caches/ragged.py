@@ -163,7 +163,7 @@ def _composed(q: mx.array, own: Own | None, pools: Pair, rows: Rows, scale: floa
     def gathered(pool: mx.array) -> mx.array:
         heads, slots, dim = pool.shape[1:]
         pages = pool.reshape(heads, slots // rows.page_size, rows.page_size, dim)[:, tables]
-        return pages.swapaxes(0, 1).reshape(len(rows.indices), heads, -1, dim).astype(q.dtype)
+        return pages.swapaxes(0, 1).reshape(len(tables), heads, -1, dim).astype(q.dtype)
 
     # What a row does not see may hold anything, NaN included.
     its_values = mx.where(visible.swapaxes(2, 3), gathered(pools[1]), 0)

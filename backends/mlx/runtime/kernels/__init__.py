@@ -2,7 +2,7 @@
 
 from . import attention, control, elementwise, foreign, indexing, products, reductions, shapes, values
 from .base import At, Row, Step, check_extent
-from .state import StepState
+from .state import Extent, StepState
 
 KERNELS: dict[str, Row] = {
     kind: row
@@ -10,4 +10,4 @@ KERNELS: dict[str, Row] = {
     for kind, row in part.KERNELS.items()
 }
 
-__all__ = ["KERNELS", "At", "Step", "StepState", "check_extent"]
+__all__ = ["KERNELS", "At", "Extent", "Step", "StepState", "check_extent"]

@@ -98,12 +98,12 @@ def _update_and_attend(node: Node, at: At) -> Step:
     if node.layer_id is None or node.scale is None:
         raise ValueError("UpdateAndAttendNode: layer_id and scale are required")
     q, k, v, position, out = at(node.q), at(node.k), at(node.v), at(node.position), at(node.out)
-    layer, scale = node.layer_id, node.scale
+    layer, scale, slot = node.layer_id, node.scale, node.position
     dtype = None if node.out_dtype is None else dtype_of(node.out_dtype)
 
     def step(env: Env) -> None:
         state: StepState = env[-1]
-        result = state.cache.attend(layer, state.positions(position, env[position]), env[q], env[k], env[v], scale)
+        result = state.cache.attend(layer, state.positions(slot, env[position]), env[q], env[k], env[v], scale)
         env[out] = result if dtype is None else result.astype(dtype)
 
     return step

@@ -8,9 +8,13 @@ import numpy as np
 
 from executorch_mlx.extension.llm.cache.arguments import host_positions
 
+from ...program import Tid, Vid
 from ...program.flow import MAX_STEPS
 from ..device import mx
 from .rotation import Rotation
+
+Extent = tuple[Any, Any, int, int]
+"""Least and most of indices that were computed, arrays that nothing may have evaluated yet, and their bounds."""
 
 
 class StepState:
@@ -25,15 +29,14 @@ class StepState:
     def __init__(self, cache: Any, *, reads_inputs: bool = True) -> None:
         self.cache = cache
         self.reads_inputs = reads_inputs
-        self._host: dict[Any, tuple[mx.array, tuple[int, ...]]] = {}
+        self._host: dict[Tid | Vid, tuple[mx.array, tuple[int, ...]]] = {}
         self._known_extents: dict[int, tuple[mx.array, tuple[int, int]]] = {}
         self._rotations: dict[tuple[Any, ...], tuple[Any, Any, Rotation]] = {}
         self._confined: dict[tuple[int, int, int], tuple[mx.array, mx.array]] = {}
         self._steps_left = MAX_STEPS
-        # Least and most of indices that were computed, and their bounds: arrays, which nothing has evaluated yet.
-        self.extents: list[tuple[mx.array, mx.array, int, int]] = []
+        self.extents: list[Extent] = []
 
-    def know(self, slot: Any, array: mx.array, numbers: np.ndarray[Any, Any]) -> None:
+    def know(self, slot: Tid | Vid, array: mx.array, numbers: np.ndarray[Any, Any]) -> None:
         """Note an input's integers, which then are not read from the device."""
         self._host[slot] = (array, tuple(numbers.ravel().tolist()))
         if numbers.size:
@@ -43,7 +46,7 @@ class StepState:
         """Whether ``extent`` may be asked for the integers of an input, or of what is the same numbers."""
         return self.reads_inputs or id(array) in self._known_extents
 
-    def positions(self, slot: Any, array: mx.array) -> tuple[int, ...]:
+    def positions(self, slot: Tid | Vid, array: mx.array) -> tuple[int, ...]:
         """Return the integers of the positions in a slot, reading each array once."""
         known = self._host.get(slot)
         if known is None or known[0] is not array:

@@ -102,5 +102,5 @@ def test_cache_is_needed_and_must_be_mlx() -> None:
 
 
 def test_method_of_several_delegates_is_refused() -> None:
-    with pytest.raises(ValueError, match="MLX delegates, and perhaps operators of its own"):
+    with pytest.raises(ValueError, match="MLX delegates, or operators of its own"):
         load_program(split_lm()).load_method("forward").direct()

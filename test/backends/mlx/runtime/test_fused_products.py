@@ -101,10 +101,8 @@ def test_programs_share_what_is_fused() -> None:
     assert weights[0] is weights[1]
 
 
-def test_expanded_weights_are_fused() -> None:
-    mx.random.seed(2)
-    packed = [mx.quantize(mx.random.normal((columns, 64)), group_size=32, bits=4) for columns in (8, 16)]
-    arrays = dict(enumerate(array for parts in packed for array in parts))
+def quantized_graph() -> Graph:
+    """Two products with quantized weights of 8 and 16 columns."""
     texts = ("uint32[8, 8]", "float32[8, 2]", "float32[8, 2]", "uint32[16, 8]", "float32[16, 2]", "float32[16, 2]")
     how = {"group_size": 32, "bits": 4, "mode": "affine", "transpose": True}
     nodes = [
@@ -113,13 +111,18 @@ def test_expanded_weights_are_fused() -> None:
         )
         for at, out in ((0, 7), (3, 8))
     ]
-    graph = assembled(
-        [nodes],
-        [X_OF_SIX],
-        [Tid(7), Tid(8)],
-        [described_as(text) for text in texts],
-        [described_as("float32[0..9, 64]")],
-    )
+    described, given = [described_as(text) for text in texts], [described_as("float32[0..9, 64]")]
+    return assembled([nodes], [X_OF_SIX], [Tid(7), Tid(8)], described, given)
+
+
+def quantized_constants() -> dict[int, mx.array]:
+    mx.random.seed(2)
+    packed = [mx.quantize(mx.random.normal((columns, 64)), group_size=32, bits=4) for columns in (8, 16)]
+    return dict(enumerate(array for parts in packed for array in parts))
+
+
+def test_expanded_weights_are_fused() -> None:
+    graph, arrays = quantized_graph(), quantized_constants()
     expansion = expand(graph, arrays, {})
     fusion = fuse(graph, expansion.constants, expansion, {})
     assert (len(fusion.products), expansion.factors) == (1, {})
@@ -128,6 +131,23 @@ def test_expanded_weights_are_fused() -> None:
     x = mx.random.normal((3, 64))
     for expected, out in zip(stored([x]), fused([x]), strict=True):
         np.testing.assert_allclose(np.array(out), np.array(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("other", [None, 1, 2])
+def test_programs_share_expanded_products_of_the_same_parameters_only(other: int | None) -> None:
+    """``other``: which parameter of the first weight, scales or biases, has another name in the second program."""
+    shared: dict[tuple[Any, ...], mx.array] = {}
+    products = []
+    for renamed in (None, other):
+        graph, arrays = quantized_graph(), quantized_constants()
+        if renamed is not None:
+            (constant,) = (it for it in graph.named_slots if it.slot.idx == renamed)
+            constant.name = "another"
+            arrays[renamed] = arrays[renamed] * 2
+        expansion = expand(graph, arrays, shared)
+        (its,) = fuse(graph, expansion.constants, expansion, shared).products.values()
+        products.append(its.weight)
+    assert (products[0] is products[1]) == (other is None)
 
 
 X_OF_SIX = Tid(6)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from executorch_mlx.backends.mlx import PLUGIN_BACKEND_ID, UPSTREAM_BACKEND_ID, load_program
-from executorch_mlx.backends.mlx.runtime.pte import delegate_ids, retag
+from executorch_mlx.backends.mlx.runtime.pte import delegate_ids, is_one_delegate, retag
 from oracles.small_programs import (
     Function,
     affine,
@@ -46,6 +47,30 @@ def test_delegate_ids_of_several_delegates_are_all_found(content: Callable[[], b
 
 def test_delegate_ids_of_a_program_without_delegates_are_none() -> None:
     assert list(delegate_ids(outside_only())) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "method", "expected"),
+    [
+        (affine, "forward", True),
+        (tiny_lm, "forward", True),
+        (tiny_lm, "get_vocab_size", False),
+        (tiny_lm, "backward", False),
+        (split_lm, "forward", False),
+        (outside_only, "forward", False),
+        (lambda: of_functions(lambda x: (x, x.exp())), "forward", False),
+        (lambda: of_functions(lambda x: (x.exp(), x.exp().T.contiguous(), x.sin())), "forward", True),
+        (lambda: of_functions(lambda x: torch.cdist(x.exp(), x)), "forward", False),
+    ],
+)
+def test_is_one_delegate_says_what_a_method_is_made_of(
+    content: Callable[[], bytes], method: str, expected: bool
+) -> None:
+    assert is_one_delegate(content(), method) == expected
+
+
+def of_functions(function: Callable[..., Any]) -> bytes:
+    return export({"forward": (Function(function), (torch.zeros(2, 3),), None)})
 
 
 @pytest.mark.parametrize("content", [affine, tiny_lm, split_lm])
