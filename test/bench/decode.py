@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +26,7 @@ from common import Workers, machine, prepare, serve, write_section
 
 from executorch_mlx.backends.mlx.runtime.caches import KINDS
 from executorch_mlx.backends.mlx.runtime.device import STREAM, exclusive, is_cpu
+from executorch_mlx.backends.mlx.runtime.trace import TracedAttention
 from executorch_mlx.extension.llm.cache import CacheConfig, CacheSession, LayerConfig
 
 Shape = dict[str, Any]
@@ -223,6 +224,22 @@ class NoAttention(KINDS[SEQUENCE]):  # type: ignore[misc]
 
     def attend(self, layer: int, positions: Any, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         return q
+
+    def traced(self, layers: Sequence[int], positions: tuple[int, ...]) -> TracedAttention:
+        return TracedNothing()
+
+
+class TracedNothing(TracedAttention):
+    """The same in a traced step."""
+
+    arrays: ClassVar[list[Any]] = []
+    fixed: ClassVar[tuple[Any, ...]] = ()
+
+    def attend(self, arrays: list[Any], layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+        return q
+
+    def commit(self, results: list[mx.array]) -> None:
+        pass
 
 
 class MlxLm(Contender):

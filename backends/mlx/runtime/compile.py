@@ -93,7 +93,9 @@ class CompiledProgram:
             return [compiled(node, at) for node in chain if id(node) not in unused]
 
         known = _known(graph, every)
-        at = At(graph.num_tensors, known, graph.num_constant_tensors, compiled_chain)
+        folded = _folded_nodes(graph, [node for node in nodes if id(node) not in unused], every)
+        fixed = frozenset([*map(Tid, range(graph.num_constant_tensors)), *(node.out for node in folded)])
+        at = At(graph.num_tensors, known, fixed, compiled_chain)
         # The last entry is the run's StepState.
         self._initial: list[Any] = [None] * (graph.num_tensors + graph.num_values + 1)
         for index, array in constants.items():
@@ -106,12 +108,11 @@ class CompiledProgram:
         state = self._initial[-1] = StepState(None)
         if graph.init_chain_idx >= 0:
             # It may write constants: to its steps there are none.
-            for step in At(graph.num_tensors, known, 0, compiled_chain).chain(graph.init_chain_idx):
+            for step in At(graph.num_tensors, known, frozenset(), compiled_chain).chain(graph.init_chain_idx):
                 step(self._initial)
             check_extents(state.extents)
         self._written: dict[int, mx.array] = {}
         self.extents: list[Extent] = []
-        folded = _folded_nodes(graph, [node for node in nodes if id(node) not in unused], every)
         for node in folded:
             compiled(node, at)(self._initial)
         skip = unused | {id(node) for node in folded}

@@ -30,6 +30,11 @@ __all__ = [
     "mx",
 ]
 
+# How many operations MLX hands to the device at once, at most: of CUDA's large ones 100, before which a decode step has
+# not begun to compute. MLX reads it when the first stream is made.
+if mx.cuda.is_available():
+    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "16")
+
 # MLX's ordinary streams belong to the thread that made them: an array evaluated on one fails in another thread. This
 # one may be used from any thread, by one at a time; the lock sees to that.
 STREAM = mx.new_thread_unsafe_stream(mx.default_device())

@@ -77,8 +77,8 @@ class DirectMethod:
             if array.dtype.kind not in ("f" if "float" in expected else "b" if expected == "bool" else "iu"):
                 raise TypeError(f"input {index}: expected {expected}, got {array.dtype}")
             if array.dtype.kind in "iu":
-                known = array.astype(expected)
-                if not np.array_equal(known, array):
+                known = array.astype(expected, copy=False)
+                if known is not array and not np.array_equal(known, array):
                     raise ValueError(
                         f"input {index}: expected {expected}, got numbers from {array.min()} to {array.max()}"
                     )

@@ -117,18 +117,13 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
 
     def can_step(self, seq_ids: Sequence[int]) -> bool:
         """Whether such a step would be accepted; see ``BatchControl.can_step``."""
-        tokens = Counter(map(_plain, seq_ids))
-        if not tokens:
-            raise ValueError("a step needs one sequence id per token, got none")
-        if self.is_lost or not tokens.keys() <= self._live.keys():
-            return False
-        return tokens.total() <= self.free and (self.max_step is None or max(tokens.values()) <= self.max_step)
+        return self._takes([_plain(seq_id) for seq_id in seq_ids])
 
     def declare_step(self, seq_ids: Sequence[int]) -> bool:
         """Announce whose tokens the next step carries; see ``BatchControl.declare_step``."""
         self._check_outside_step("declare_step")
         ids = [_plain(seq_id) for seq_id in seq_ids]
-        if not self.can_step(ids):
+        if not self._takes(ids):
             return False
         bounds = [index for index in range(len(ids)) if index == 0 or ids[index] != ids[index - 1]]
         self._declared = tuple(
@@ -189,6 +184,14 @@ class BatchCache(CacheLayout[PlanT], BatchControl, Generic[PlanT, EntryT]):
     def _entry(self, seq_id: int) -> EntryT | None:
         """Return the sequence of an id; None where it does not live."""
         return self._live.get(_plain(seq_id))
+
+    def _takes(self, ids: Sequence[int]) -> bool:
+        tokens = Counter(ids)
+        if not tokens:
+            raise ValueError("a step needs one sequence id per token, got none")
+        if self.is_lost or not tokens.keys() <= self._live.keys():
+            return False
+        return tokens.total() <= self.free and (self.max_step is None or max(tokens.values()) <= self.max_step)
 
     def _admit(self, entry: EntryT) -> int:
         if self._free_ids:

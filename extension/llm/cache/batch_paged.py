@@ -315,6 +315,8 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
         for window, placement in self._placements.items():
             pages = self._pages[window]
             pages.drop([source for source, _ in placement.copies])
+            if window is None:
+                continue  # nothing is past
             for span in self._spans:
                 table = self._live[span.seq_id].tables[window]
                 seen_from = pages.policy.first_visible(self._live[span.seq_id].position)

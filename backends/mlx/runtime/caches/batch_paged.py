@@ -28,6 +28,12 @@ class _StepArrays:
         singles = [read for read in step.reads if read.mask is Mask.NONE]
         self.rows = Rows.of(singles, page_size) if singles else None
         self.spans = [read for read in step.reads if read.mask is not Mask.NONE]
+        self._are_apart = len({read.span.seq_id for read in singles}) == len(singles)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether one attention call may write all tokens: no row reads what another one brings."""
+        return self._are_apart and not self.spans
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -51,6 +57,9 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
             for tokens in (config.capacity, config.initial_capacity)
         )
         self._pools = Pools(replace(config, initial_capacity=initial), [whole] * len(config.layers))
+        self._row_attention = [
+            self.row_attention or row_attention(layer.head_dim, layer.value_dim) for layer in config.layers
+        ]
         self._kept: dict[int | None, _StepArrays] = {}
         # Results of kernels that write pools, which MLX does not know: what is not evaluated is not written.
         self._results: list[mx.array] = []
@@ -71,14 +80,15 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
 
     def traced(self, layers: Sequence[int], positions: tuple[int, ...]) -> trace.TracedAttention | None:
         """Return a step of single tokens as a function of arrays; see ``MLXCache.traced``."""
-        plans = [self.plan(layer, positions) for layer in layers]
-        if any(plan.step.copies for plan in plans):
-            return None
-        for plan in plans:
-            config = self.config.layers[plan.layer]
-            answer = self.row_attention or row_attention(config.head_dim, config.value_dim)
-            if answer is not ON_CUDA or self._arrays(plan.step).spans:
+        if max(layers) >= len(self._row_attention):
+            return None  # to be reported where it is asked
+        first = self.plan(layers[0], positions)
+        plans = [first, *(self._plan(layer, first.positions) for layer in layers[1:])]
+        for step in {plan.step.window: plan.step for plan in plans}.values():
+            if step.copies or not self._arrays(step).may_write:
                 return None
+        if any(self._row_attention[layer] is not ON_CUDA for layer in layers):
+            return None
         return _TracedStep(self, plans)
 
     def _arrays(self, step: PagedStep) -> _StepArrays:
@@ -90,9 +100,8 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
     def _attend(self, plan: PagedPlan, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         step = plan.step
         arrays = self._arrays(step)
-        config = self.config.layers[plan.layer]
-        answer = self.row_attention or row_attention(config.head_dim, config.value_dim)
-        if answer.writes and not arrays.spans:
+        answer = self._row_attention[plan.layer]
+        if answer.writes and arrays.may_write:
             assert arrays.rows is not None, "a step has tokens"
             pools = self._pools.reserve(plan.layer, self._slots(step.num_pages))
             out = answer.attend(q, None if plan.is_written else (k, v), pools, arrays.rows, scale)

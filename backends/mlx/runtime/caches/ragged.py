@@ -103,7 +103,8 @@ class RowAttention(NamedTuple):
     Attributes:
         attend: the function.
         writes: whether it writes ``own``, into the memory of the pools: the caller is their only owner, and evaluates
-            the result before anything else reads them. Otherwise ``own`` is None: the rows are there.
+            the result before anything else reads them; no row reads what another one brings. Otherwise ``own`` is None:
+            the rows are there.
     """
 
     attend: Callable[[mx.array, Own | None, Pair, Rows, float], mx.array]

@@ -50,15 +50,7 @@ struct Eight {
       word[4 * j + 3] = four.w;
     }
   }
-  __device__ void store(T* to) const {
-    #pragma unroll
-    for (int j = 0; j < sizeof(T) / 2; ++j) {
-      reinterpret_cast<uint4*>(to)[j] =
-          make_uint4(word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3]);
-    }
-  }
   __device__ float get(int i) const;
-  __device__ void put(int i, float x);
 };
 
 template <>
@@ -66,29 +58,15 @@ __device__ inline float Eight<float>::get(int i) const {
   return __uint_as_float(word[i]);
 }
 template <>
-__device__ inline void Eight<float>::put(int i, float x) {
-  word[i] = __float_as_uint(x);
-}
-template <>
 __device__ inline float Eight<__nv_bfloat16>::get(int i) const {
   return __uint_as_float(i % 2 ? word[i / 2] & 0xffff0000u : word[i / 2] << 16);
-}
-template <>
-__device__ inline void Eight<__nv_bfloat16>::put(int i, float x) {
-  const unsigned int bits = __bfloat16_as_ushort(__float2bfloat16_rn(x));
-  word[i / 2] = i % 2 ? word[i / 2] | bits << 16 : bits;
 }
 template <>
 __device__ inline float Eight<__half>::get(int i) const {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(word[i / 2] >> (i % 2 * 16))));
 }
-template <>
-__device__ inline void Eight<__half>::put(int i, float x) {
-  const unsigned int bits = __half_as_ushort(__float2half_rn(x));
-  word[i / 2] = i % 2 ? word[i / 2] | bits << 16 : bits;
-}
 
-// Words of two elements, from memory aligned to 16 bytes or from elements that lie apart.
+// Words of two elements, from memory aligned to 16 bytes.
 template <int WORDS>
 __device__ inline void fetch(const unsigned short* from, unsigned int (&word)[WORDS]) {
   #pragma unroll
@@ -98,13 +76,6 @@ __device__ inline void fetch(const unsigned short* from, unsigned int (&word)[WO
     word[w + 1] = four.y;
     word[w + 2] = four.z;
     word[w + 3] = four.w;
-  }
-}
-template <int WORDS>
-__device__ inline void fetch(const unsigned short* from, long long stride, unsigned int (&word)[WORDS]) {
-  #pragma unroll
-  for (int w = 0; w < WORDS; ++w) {
-    word[w] = from[2 * w * stride] | static_cast<unsigned int>(from[(2 * w + 1) * stride]) << 16;
   }
 }
 
@@ -167,6 +138,21 @@ _ROW = """
   const int warp = threadIdx.x / 32;
   __shared__ float sums[HEADS][WARPS][DV];
   __shared__ float maxima[HEADS][WARPS], totals[HEADS][WARPS];
+  if (WRITES && end == length && begin < end) {
+    // Blocks that share a key head and the last key write the same. What a block has written it may read afterwards: to
+    // ask in the loop which key is the row's own would make the loads wait for each other.
+    const int slot = first + length - 1;
+    const long long place = plane + static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
+    for (int i = threadIdx.x; i < D; i += THREADS) {
+      const_cast<KV*>(keys)[place * D + i] =
+          static_cast<KV>(static_cast<float>(k[head * k_strides[1] + row * k_strides[2] + i * k_strides[3]]));
+    }
+    for (int i = threadIdx.x; i < DV; i += THREADS) {
+      const_cast<KV*>(values)[place * DV + i] =
+          static_cast<KV>(static_cast<float>(v[head * v_strides[1] + row * v_strides[2] + i * v_strides[3]]));
+    }
+    __syncthreads();
+  }
 """
 
 _BY_LANES = """
@@ -192,23 +178,6 @@ _BY_LANES = """
     }
   }
 
-  Eight<KV> own_key, own_value;
-  if (WRITES && end == length && begin < end) {
-    const T* its_key = k + head * k_strides[1] + row * k_strides[2] + lane * 8 * k_strides[3];
-    const T* its_value = v + head * v_strides[1] + row * v_strides[2] + lane * 8 * v_strides[3];
-    #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (has_key) own_key.put(i, static_cast<float>(its_key[i * k_strides[3]]));
-      if (has_value) own_value.put(i, static_cast<float>(its_value[i * v_strides[3]]));
-    }
-    if (query_head % GROUP == 0 && worker == 0) {
-      const int slot = first + length - 1;
-      const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
-      if (has_key) own_key.store(const_cast<KV*>(its_keys) + place * D);
-      if (has_value) own_value.store(const_cast<KV*>(its_values) + place * DV);
-    }
-  }
-
   // The lanes of a warp exchange scores: all of its workers go round equally often.
   for (int start = begin; start < end; start += WORKERS * UNROLL) {
     const int at = start + worker;
@@ -217,12 +186,6 @@ _BY_LANES = """
     for (int u = 0; u < UNROLL; ++u) {
       // Past the end the last key is read again, and does not count.
       const int index = min(at + u * WORKERS, end - 1);
-      if (WRITES && index == length - 1) {
-        // Its slot is being written.
-        key[u] = own_key;
-        value[u] = own_value;
-        continue;
-      }
       const int slot = first + index;
       const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
       if (has_key) key[u].load(its_keys + place * D);
@@ -304,9 +267,6 @@ _BY_TENSOR_CORES = """
   const int t = threadIdx.x % 4;
   const unsigned short* its_keys = reinterpret_cast<const unsigned short*>(keys) + plane * D;
   const unsigned short* its_values = reinterpret_cast<const unsigned short*>(values) + plane * DV;
-  const unsigned short* own_key = reinterpret_cast<const unsigned short*>(k) + head * k_strides[1] + row * k_strides[2];
-  const unsigned short* own_value =
-      reinterpret_cast<const unsigned short*>(v) + head * v_strides[1] + row * v_strides[2];
   const float factor = scale[0] * 1.44269504f;  // powers of two are cheaper than those of e
 
   unsigned int query[KEY_WORDS];
@@ -319,46 +279,27 @@ _BY_TENSOR_CORES = """
       query[w] = its[0] | static_cast<unsigned int>(its[q_strides[3]]) << 16;
     }
   }
-  if (WRITES && end == length && begin < end && query_head % GROUP == 0 && warp == 0) {
-    const int slot = first + length - 1;
-    const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
-    for (int i = threadIdx.x; i < D; i += 32) {
-      const_cast<unsigned short*>(its_keys)[place * D + i] = own_key[i * k_strides[3]];
-    }
-    for (int i = threadIdx.x; i < DV; i += 32) {
-      const_cast<unsigned short*>(its_values)[place * DV + i] = own_value[i * v_strides[3]];
-    }
-  }
 
   float sum[TILES][2], largest = -INFINITY, total = 0.0f;
   #pragma unroll
   for (int tile = 0; tile < TILES; ++tile) sum[tile][0] = sum[tile][1] = 0.0f;
 
   for (int at = begin + warp * 16; at < end; at += WARPS * 16) {
-    // Past the end the last key is read again, and does not count. The row's own, which is being written, is read from
-    // where it comes from.
+    // Past the end the last key is read again, and does not count.
     unsigned int key[2][KEY_WORDS], value[4][TILES / 2];
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int index = min(at + half * 8 + g, end - 1);
-      if (WRITES && index == length - 1) {
-        fetch<KEY_WORDS>(own_key + t * (D / 4) * k_strides[3], k_strides[3], key[half]);
-      } else {
-        const int slot = first + index;
-        const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
-        fetch<KEY_WORDS>(its_keys + place * D + t * (D / 4), key[half]);
-      }
+      const int slot = first + index;
+      const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
+      fetch<KEY_WORDS>(its_keys + place * D + t * (D / 4), key[half]);
     }
     #pragma unroll
     for (int four = 0; four < 4; ++four) {
       const int index = min(at + four / 2 * 8 + 2 * t + four % 2, end - 1);
-      if (WRITES && index == length - 1) {
-        fetch<TILES / 2>(own_value + g * (DV / 8) * v_strides[3], v_strides[3], value[four]);
-      } else {
-        const int slot = first + index;
-        const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
-        fetch<TILES / 2>(its_values + place * DV + g * (DV / 8), value[four]);
-      }
+      const int slot = first + index;
+      const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
+      fetch<TILES / 2>(its_values + place * DV + g * (DV / 8), value[four]);
     }
     float score[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
     #pragma unroll

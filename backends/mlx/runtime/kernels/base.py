@@ -27,12 +27,12 @@ class At:
         self,
         num_tensors: int,
         known: frozenset[Tid | Vid] = frozenset(),
-        num_constants: int = 0,
+        constants: frozenset[Tid] = frozenset(),
         chain: Callable[[int, At], list[Step]] = lambda index, at: [],
     ) -> None:
         self._num_tensors = num_tensors
         self._known = known
-        self._num_constants = num_constants
+        self._constants = constants
         self._chain = chain
 
     def chain(self, index: int) -> list[Step]:
@@ -49,7 +49,7 @@ class At:
 
     def is_constant(self, slot: Tid | Vid) -> bool:
         """Whether a slot's numbers are the same whenever a step reads them."""
-        return isinstance(slot, Tid) and slot.idx < self._num_constants
+        return slot in self._constants
 
 
 Row = Callable[[Node, At], Step]

@@ -22,8 +22,10 @@ def _addmm(node: Node, at: At) -> Step:
     if node.bias is None:
         alpha = node.alpha
 
+        multiply = _by_constant() if at.is_constant(node.mat2) else mx.matmul
+
         def step(env: Env) -> None:
-            product = mx.matmul(env[mat1], env[mat2])
+            product = multiply(env[mat1], env[mat2])
             env[out] = product if alpha == 1.0 else product * alpha
 
         return step
@@ -33,6 +35,24 @@ def _addmm(node: Node, at: At) -> Step:
         env[out] = mx.addmm(env[bias], env[mat1], env[mat2], alpha=alpha, beta=beta)
 
     return step_with_bias
+
+
+def _by_constant() -> Callable[[mx.array, mx.array], mx.array]:
+    """Return a product with a matrix that stays the same.
+
+    MLX flattens a batch before it multiplies it by a single matrix, two operations more: of one, which decoding has,
+    the matrix is made one, too.
+    """
+    batch: list[mx.array] = []
+
+    def multiply(array: mx.array, matrix: mx.array) -> mx.array:
+        if array.ndim == 3 and array.shape[0] == 1 and matrix.ndim == 2:
+            if not batch:
+                batch.append(matrix[None])
+            matrix = batch[0]
+        return mx.matmul(array, matrix)
+
+    return multiply
 
 
 def _convolution(letters: str, *, is_transposed: bool = False) -> Row:
@@ -191,10 +211,11 @@ def expanded_product(node: Node, at: At, factor: Factor) -> Step:
     """Return the step of a quantized product whose weight is there in float32, and whose parameters had a dtype."""
     x, out, dtype = at(node.x), at(node.out), factor.dtype
     weight = factor.weight.swapaxes(-1, -2) if factor.is_transposed else factor.weight
+    multiply = _by_constant()
 
     def step(env: Env) -> None:
         array = env[x]
-        env[out] = (array.astype(mx.float32) @ weight).astype(mx.result_type(array, dtype))
+        env[out] = multiply(array.astype(mx.float32), weight).astype(mx.result_type(array, dtype))
 
     return step
 
@@ -202,14 +223,15 @@ def expanded_product(node: Node, at: At, factor: Factor) -> Step:
 def fused_product(product: Product, at: At) -> Step:
     """Return the step of several products of one operand."""
     x, weight, bias, dtype = at(product.x), product.weight.swapaxes(0, 1), product.bias, product.dtype
+    multiply = _by_constant()
     parts = [(at(part.out), part.start, part.stop) for part in product.parts]
 
     def step(env: Env) -> None:
         array = env[x]
         if dtype is not None:
-            whole = (array.astype(mx.float32) @ weight).astype(mx.result_type(array, dtype))
+            whole = multiply(array.astype(mx.float32), weight).astype(mx.result_type(array, dtype))
         else:
-            whole = array @ weight if bias is None else mx.addmm(bias, array, weight)
+            whole = multiply(array, weight) if bias is None else mx.addmm(bias, array, weight)
         for out, start, stop in parts:
             env[out] = whole[..., start:stop]
 
