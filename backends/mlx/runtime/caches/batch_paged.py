@@ -164,7 +164,7 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
 
 
 class _TracedStep(trace.TracedAttention):
-    """A step of single tokens on CUDA: tables and spans of each window, and pools of each layer, in one list."""
+    """A step of single tokens on CUDA: the rows of each window, and pools of each layer, in one list."""
 
     def __init__(self, cache: MLXBatchPagedCache, plans: Sequence[PagedPlan]) -> None:
         self._cache, self._plans = cache, plans
@@ -179,7 +179,7 @@ class _TracedStep(trace.TracedAttention):
                 rows = cache._arrays(plan.step).rows
                 assert rows is not None, "a step has tokens"
                 self._rows[window] = len(self.arrays), rows.longest
-                self.arrays += rows.on_device
+                self.arrays.append(rows.on_device)
             if plan.layer not in self._pools:
                 self._pools[plan.layer] = len(self.arrays)
                 self.arrays += cache._pools.reserve(plan.layer, cache._slots(plan.step.num_pages))
@@ -196,12 +196,13 @@ class _TracedStep(trace.TracedAttention):
         """See ``TracedAttention.attend``."""
         check_heads(layer, self._cache.config.layers[layer], q.shape[2], q, k, v)
         window, at = self._window[layer], self._pools[layer]
-        tables, spans = arrays[self._rows[window][0] : self._rows[window][0] + 2]
         pools = arrays[at], arrays[at + 1]
         own = None if layer in self._asked else (k, v)
         self._asked.add(layer)
         splits = ragged_cuda.num_splits(q.shape[2], q.shape[1], k.shape[1], self._longest[window])
-        return ragged_cuda.attend(q, own, pools, tables, spans, page_size=self._page_size, splits=splits, scale=scale)
+        return ragged_cuda.attend(
+            q, own, pools, arrays[self._rows[window][0]], page_size=self._page_size, splits=splits, scale=scale
+        )
 
     def commit(self, results: list[mx.array]) -> None:
         """See ``TracedAttention.commit``."""

@@ -73,11 +73,13 @@ class Rows:
         return slots
 
     @functools.cached_property
-    def on_device(self) -> tuple[mx.array, mx.array]:
-        """The tables, one after the other, and the spans with where each row's table begins, [n, 3]."""
+    def on_device(self) -> mx.array:
+        """The spans, with where each row's table begins, and the tables; see ``ragged_cuda.attend``."""
         num_rows, width = self.tables.shape
-        starts = np.arange(0, num_rows * width, width, dtype=np.int32)[:, None]
-        return mx.array(self.tables.reshape(-1)), mx.array(np.concatenate([self.spans, starts], axis=1))
+        starts = 3 * num_rows + np.arange(0, num_rows * width, width, dtype=np.int32)[:, None]
+        numbers = np.concatenate([self.spans, starts], axis=1, dtype=np.int32)
+        # None is negative: this makes the array anew, on the device.
+        return mx.abs(mx.array(np.concatenate([numbers.reshape(-1), self.tables.reshape(-1)])))
 
     @functools.cached_property
     def padded(self) -> tuple[mx.array, mx.array]:
@@ -112,9 +114,8 @@ class RowAttention(NamedTuple):
 
 
 def _on_cuda(q: mx.array, own: Own | None, pools: Pair, rows: Rows, scale: float) -> mx.array:
-    tables, spans = rows.on_device
     splits = ragged_cuda.num_splits(q.shape[2], q.shape[1], pools[0].shape[1], rows.longest)
-    return ragged_cuda.attend(q, own, pools, tables, spans, page_size=rows.page_size, splits=splits, scale=scale)
+    return ragged_cuda.attend(q, own, pools, rows.on_device, page_size=rows.page_size, splits=splits, scale=scale)
 
 
 def _on_cpu(q: mx.array, own: Own | None, pools: Pair, rows: Rows, scale: float) -> mx.array:

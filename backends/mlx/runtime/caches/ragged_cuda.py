@@ -20,6 +20,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 from ..device import mx
 
 _THREADS = 256
@@ -66,12 +68,12 @@ __device__ inline float Eight<__half>::get(int i) const {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(word[i / 2] >> (i % 2 * 16))));
 }
 
-// Words of two elements, from memory aligned to 16 bytes.
-template <int WORDS>
+// Words of two elements, eight elements at a time, which are so far from the next eight.
+template <int STRIDE, int WORDS>
 __device__ inline void fetch(const unsigned short* from, unsigned int (&word)[WORDS]) {
   #pragma unroll
   for (int w = 0; w < WORDS; w += 4) {
-    const uint4 four = *reinterpret_cast<const uint4*>(from + 2 * w);
+    const uint4 four = *reinterpret_cast<const uint4*>(from + w / 4 * STRIDE);
     word[w] = four.x;
     word[w + 1] = four.y;
     word[w + 2] = four.z;
@@ -95,7 +97,7 @@ __device__ inline unsigned int packed<__half>(float one, float other) {
 // sum += A B, of whose rows from 8 on nothing is kept: they are zero.
 #define MULTIPLY(TYPE)                                                                       \
   float none[2];                                                                             \
-  asm volatile(                                                                              \
+  asm(                                                                                       \
       "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, "       \
       "{%4, %5, %6, %5}, {%7, %8}, {%0, %1, %9, %9};"                                        \
       : "+f"(sum[0]), "+f"(sum[1]), "=f"(none[0]), "=f"(none[1])                             \
@@ -130,12 +132,13 @@ _ROW = """
   const int head = query_head / GROUP;
   const int first = rows[3 * row];
   const int length = rows[3 * row + 1];
-  const int* table = tables + rows[3 * row + 2];
+  const int* table = rows + rows[3 * row + 2];
   const int share = (length + gridDim.x - 1) / gridDim.x;
   const int begin = blockIdx.x * share;
   const int end = min(length, begin + share);
-  const long long plane = static_cast<long long>(head) * slots[0];
+  const long long plane = static_cast<long long>(head) * keys_shape[2];
   const int warp = threadIdx.x / 32;
+  const float factor = __int_as_float(SCALE) * 1.44269504f;  // powers of two are cheaper than those of e
   __shared__ float sums[HEADS][WARPS][DV];
   __shared__ float maxima[HEADS][WARPS], totals[HEADS][WARPS];
   if (WRITES && end == length && begin < end) {
@@ -172,8 +175,7 @@ _BY_LANES = """
     const T* its = q + (query_head + h) * q_strides[1] + row * q_strides[2] + lane * 8 * q_strides[3];
     #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      // Powers of two are cheaper than those of e.
-      query[h][i] = has_key ? static_cast<float>(its[i * q_strides[3]]) * scale[0] * 1.44269504f : 0.0f;
+      query[h][i] = has_key ? static_cast<float>(its[i * q_strides[3]]) * factor : 0.0f;
       sum[h][i] = 0.0f;
     }
   }
@@ -259,15 +261,15 @@ _BY_TENSOR_CORES = """
   // A warp takes 16 keys at a time. Of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16") a lane holds, with
   // g = lane / 4 and t = lane % 4: of A rows g and g + 8, of B column g, of C rows g and g + 8, columns 2t and 2t + 1.
   // Rows are query heads; those from 8 on are left zero. Which element of a key stands at which place of a product does
-  // not matter as long as the query's stands there too: lane t has a quarter of the key, side by side. Lane g has an
-  // eighth of a value likewise, and the results' elements are taken back from there.
+  // not matter as long as the query's stands there too: of 32 elements lane t has a quarter, side by side, so that the
+  // four lanes together read what lies together. Of 64 elements of a value lane g has an eighth likewise, and the
+  // results' elements are taken back from there.
   constexpr int KEY_WORDS = D / 8;
   constexpr int TILES = DV / 8;
   const int g = threadIdx.x % 32 / 4;
   const int t = threadIdx.x % 4;
   const unsigned short* its_keys = reinterpret_cast<const unsigned short*>(keys) + plane * D;
   const unsigned short* its_values = reinterpret_cast<const unsigned short*>(values) + plane * DV;
-  const float factor = scale[0] * 1.44269504f;  // powers of two are cheaper than those of e
 
   unsigned int query[KEY_WORDS];
   #pragma unroll
@@ -275,7 +277,7 @@ _BY_TENSOR_CORES = """
     query[w] = 0;
     if (g < HEADS) {
       const unsigned short* its = reinterpret_cast<const unsigned short*>(q) + (query_head + g) * q_strides[1] +
-          row * q_strides[2] + (t * (D / 4) + 2 * w) * q_strides[3];
+          row * q_strides[2] + (w / 4 * 32 + t * 8 + w % 4 * 2) * q_strides[3];
       query[w] = its[0] | static_cast<unsigned int>(its[q_strides[3]]) << 16;
     }
   }
@@ -284,23 +286,30 @@ _BY_TENSOR_CORES = """
   #pragma unroll
   for (int tile = 0; tile < TILES; ++tile) sum[tile][0] = sum[tile][1] = 0.0f;
 
-  for (int at = begin + warp * 16; at < end; at += WARPS * 16) {
+  unsigned int key[2][KEY_WORDS], value[4][TILES / 2];
+  const auto place = [&](int index) {
     // Past the end the last key is read again, and does not count.
-    unsigned int key[2][KEY_WORDS], value[4][TILES / 2];
+    const int slot = first + min(index, end - 1);
+    return static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
+  };
+  const auto load_keys = [&](int at) {
+    const long long places[2] = {place(at + g), place(at + 8 + g)};
     #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int index = min(at + half * 8 + g, end - 1);
-      const int slot = first + index;
-      const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
-      fetch<KEY_WORDS>(its_keys + place * D + t * (D / 4), key[half]);
-    }
+    for (int half = 0; half < 2; ++half) fetch<32>(its_keys + places[half] * D + t * 8, key[half]);
+  };
+  const auto load_values = [&](int at) {
+    at += 2 * t;
+    const long long places[4] = {place(at), place(at + 1), place(at + 8), place(at + 9)};
     #pragma unroll
-    for (int four = 0; four < 4; ++four) {
-      const int index = min(at + four / 2 * 8 + 2 * t + four % 2, end - 1);
-      const int slot = first + index;
-      const long long place = static_cast<long long>(table[slot / PAGE]) * PAGE + slot % PAGE;
-      fetch<TILES / 2>(its_values + place * DV + g * (DV / 8), value[four]);
-    }
+    for (int four = 0; four < 4; ++four) fetch<64>(its_values + places[four] * DV + g * 8, value[four]);
+  };
+  int at = begin + warp * 16;
+  if (at < end) {
+    load_keys(at);
+    load_values(at);
+  }
+  // What the next round takes is on its way as soon as this one's has been used.
+  for (; at < end; at += WARPS * 16) {
     float score[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
     #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -309,6 +318,7 @@ _BY_TENSOR_CORES = """
         multiply<KV>(score[half], query[w], query[w + 1], key[half][w], key[half][w + 1]);
       }
     }
+    load_keys(at + WARPS * 16);
     float most = largest;
     #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -338,6 +348,7 @@ _BY_TENSOR_CORES = """
           sum[tile], weight[0], weight[1], __byte_perm(value[0][w], value[1][w], which),
           __byte_perm(value[2][w], value[3][w], which));
     }
+    load_values(at + WARPS * 16);
   }
   total += __shfl_xor_sync(0xffffffffu, total, 1);
   total += __shfl_xor_sync(0xffffffffu, total, 2);
@@ -348,8 +359,9 @@ _BY_TENSOR_CORES = """
     }
     #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      sums[g][warp][2 * t * (DV / 8) + tile] = sum[tile][0];
-      sums[g][warp][(2 * t + 1) * (DV / 8) + tile] = sum[tile][1];
+      const int d = tile / 8 * 64 + tile % 8;
+      sums[g][warp][d + 2 * t * 8] = sum[tile][0];
+      sums[g][warp][d + (2 * t + 1) * 8] = sum[tile][1];
     }
   }
 """
@@ -385,12 +397,13 @@ _STORE_PART = """
 _JOIN = """
   const long long place = blockIdx.x;
   const int d = threadIdx.x;
-  const float* its = parts + place * splits[0] * (DV + 2);
+  const int splits = parts_shape[2];
+  const float* its = parts + place * splits * (DV + 2);
   float most = -INFINITY, weights = 0.0f, result = 0.0f;
-  for (int s = 0; s < splits[0]; ++s) {
+  for (int s = 0; s < splits; ++s) {
     most = larger(most, its[s * (DV + 2) + DV]);
   }
-  for (int s = 0; s < splits[0]; ++s) {
+  for (int s = 0; s < splits; ++s) {
     const float* part = its + s * (DV + 2);
     const float weight = exponent(part[DV], most);
     weights += weight * part[DV + 1];
@@ -399,7 +412,7 @@ _JOIN = """
   out[place * DV + d] = static_cast<T>(result / weights);
 """
 
-_INPUTS = ["q", "k", "v", "keys", "values", "tables", "rows", "scale", "slots"]
+_INPUTS = ["q", "k", "v", "keys", "values", "rows"]
 
 
 @functools.cache
@@ -412,14 +425,7 @@ def _kernels(on_tensor_cores: bool) -> tuple[Any, Any, Any]:
         return mx.fast.cuda_kernel(name, _INPUTS, [output], source, _HEADER, ensure_row_contiguous=False)
 
     whole, part = kernel("ragged", "out", _STORE_ALL), kernel("ragged_part", "parts", _STORE_PART)
-    return whole, part, mx.fast.cuda_kernel("executorch_mlx_ragged_join", ["parts", "splits"], ["out"], _JOIN, _HEADER)
-
-
-@functools.lru_cache(maxsize=256)
-def _scalar(value: float, dtype: mx.Dtype) -> mx.array:
-    array = mx.array([value], dtype)
-    mx.eval(array)
-    return array
+    return whole, part, mx.fast.cuda_kernel("executorch_mlx_ragged_join", ["parts"], ["out"], _JOIN, _HEADER)
 
 
 @functools.cache
@@ -446,7 +452,15 @@ def _heads(group: int) -> int:
 
 @functools.cache
 def _template(
-    dtype: mx.Dtype, kv_dtype: mx.Dtype, dim: int, value_dim: int, q_heads: int, kv_heads: int, page: int, writes: bool
+    dtype: mx.Dtype,
+    kv_dtype: mx.Dtype,
+    dim: int,
+    value_dim: int,
+    q_heads: int,
+    kv_heads: int,
+    page: int,
+    writes: bool,
+    scale: float,
 ) -> tuple[int, int, list[tuple[str, Any]]]:
     """Return query heads and threads of a block, and the kernel's template arguments."""
     heads, lanes = _heads(q_heads // kv_heads), 1
@@ -461,6 +475,7 @@ def _template(
         [
             *(("T", dtype), ("KV", kv_dtype), ("D", dim), ("DV", value_dim), ("HQ", q_heads), ("HKV", kv_heads)),
             *(("HEADS", heads), ("LANES", lanes), ("THREADS", threads), ("PAGE", page), ("WRITES", writes)),
+            ("SCALE", int(np.float32(scale).view(np.int32))),  # its bits: template arguments are integers
             ("UNROLL", _UNROLL if heads <= 4 else _UNROLL // 2),
         ],
     )
@@ -470,7 +485,6 @@ def attend(
     q: mx.array,
     own: tuple[mx.array, mx.array] | None,
     pools: tuple[mx.array, mx.array],
-    tables: mx.array,
     rows: mx.array,
     *,
     page_size: int,
@@ -484,9 +498,9 @@ def attend(
         own: each row's last key [1, H_kv, n, D] and value [1, H_kv, n, D_v], to be written into the pools, in place;
             None where they are there.
         pools: keys [1, H_kv, slots, D] and values [1, H_kv, slots, D_v], evaluated and contiguous.
-        tables: pages, int32, of all rows one after the other.
-        rows: int32 [n, 3]: a row's first key, counted in slots from its first page, its number of keys, and where its
-            table begins in ``tables``.
+        rows: int32: of each row its first key, counted in slots from its first page, its number of keys, and where in
+            this array its pages are listed; then these lists. Made by the device: what the host has made, the first
+            block's every load would take the better part of a microsecond to fetch.
         page_size: slots of a page.
         splits: see ``num_splits``.
         scale: softmax scale.
@@ -496,15 +510,15 @@ def attend(
     """
     _, q_heads, num_rows, dim = q.shape
     keys, values = pools
-    _, kv_heads, slots, value_dim = values.shape
+    _, kv_heads, _, value_dim = values.shape
     heads, threads, template = _template(
-        q.dtype, keys.dtype, dim, value_dim, q_heads, kv_heads, page_size, own is not None
+        q.dtype, keys.dtype, dim, value_dim, q_heads, kv_heads, page_size, own is not None, scale
     )
     k, v = (q, q) if own is None else (array.astype(q.dtype) for array in own)
     is_half = q.dtype == keys.dtype != mx.float32
     whole, part, join = _kernels(is_half and dim in (64, 128) and value_dim in (64, 128) and _has_tensor_cores())
     launch = {
-        "inputs": [q, k, v, keys, values, tables, rows, _scalar(scale, mx.float32), _scalar(slots, mx.int32)],
+        "inputs": [q, k, v, keys, values, rows],
         "template": template,
         "grid": (splits * threads, q_heads // heads, num_rows),
         "threadgroup": (threads, 1, 1),
@@ -517,7 +531,7 @@ def attend(
             output_shapes=[(num_rows, q_heads, splits, value_dim + 2)], output_dtypes=[mx.float32], **launch
         )
         (out,) = join(
-            inputs=[parts, _scalar(splits, mx.int32)],
+            inputs=[parts],
             template=[("T", q.dtype), ("DV", value_dim)],
             grid=(num_rows * q_heads * value_dim, 1, 1),
             threadgroup=(value_dim, 1, 1),
