@@ -31,8 +31,6 @@ from .plan import PagedPlan, PagedRead, PagedStep, Span
 from .policies import LayerPolicy, policy_for
 from .sequence import check_continues, mask_for
 
-_NO_BOUND = 1 << 62
-
 
 @dataclass
 class PageTable:
@@ -73,7 +71,8 @@ class _Pages:
     """The pages of the layers of one window."""
 
     policy: LayerPolicy
-    free: FreeCells = field(default_factory=lambda: FreeCells([(0, _NO_BOUND)]))
+    free: FreeCells = field(default_factory=lambda: FreeCells([]))
+    num_pages: int = 0  # how many there are, free and held
     owners: dict[int, int] = field(default_factory=dict)  # how many tables hold a page; none is not listed
 
     def kept_from(self, high: int) -> int:
@@ -118,6 +117,7 @@ class _Placement:
     """A step in the layers of one window: what the plans say, and how the books change."""
 
     step: PagedStep
+    num_pages_before: int
     free_before: FreeCells
     free_after: FreeCells
     changes: tuple[_Change, ...]
@@ -185,11 +185,10 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
                 held = max(entry.held(layer) for layer, its in enumerate(self.config.layers) if its.window == window)
                 in_order &= held <= table.high <= self.capacity
                 in_order &= self.in_step or (stop < entry.position + size and (entry.position > 0 or table.high == 0))
-            spread = {page for start, stop in pages.free.intervals[:-1] for page in range(start, stop)}
-            end = pages.free.intervals[-1][0]
+            spread = {page for start, stop in pages.free.intervals for page in range(start, stop)}
             invariants |= {
                 f"window {window}: each page counts its tables": owners == pages.owners,
-                f"window {window}: a page is free or held": spread == set(range(end)) - owners.keys(),
+                f"window {window}: a page is free or held": spread == set(range(pages.num_pages)) - owners.keys(),
                 f"window {window}: tables cover what must be kept": covered,
                 f"window {window}: tables hold no more than was written": in_order,
             }
@@ -285,7 +284,7 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
             self._placements = self._drafted(plan.positions)
             for window, placement in self._placements.items():
                 pages = self._pages[window]
-                pages.free = placement.free_after
+                pages.free, pages.num_pages = placement.free_after, placement.step.num_pages
                 for change in placement.changes:
                     if change.copied is not None:
                         change.table.pages[-1] = change.copied[1]
@@ -329,7 +328,7 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
     def _roll_back(self, step: OpenStep) -> None:
         for window, placement in (self._placements or {}).items():
             pages = self._pages[window]
-            pages.free = placement.free_before
+            pages.free, pages.num_pages = placement.free_before, placement.num_pages_before
             for change in placement.changes:
                 del change.table.pages[change.length :]
                 if change.copied is not None:
@@ -363,7 +362,7 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
         """Choose pages for a step's tokens, which were admitted, and say what each span reads. Pure."""
         size = self.page_size
         pages = self._pages[window]
-        free, changes = pages.free, []
+        free, num_pages, changes = pages.free, pages.num_pages, []
         stops = {span.seq_id: positions[span.stop - 1] + 1 for span in self._spans}
         tables: dict[int, tuple[array[int], int]] = {}
         for seq_id, stop in stops.items():
@@ -375,6 +374,11 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
             is_shared = bool(held) and entry.position % size > 0 and pages.owners[held[-1]] > 1
             if missing > 0 or is_shared:
                 free = pages.free.copy() if free is pages.free else free
+                lacking = max(missing, 0) + is_shared - len(free)
+                if lacking > 0:
+                    # What was freed is used before there are more.
+                    free.give(range(num_pages, num_pages + lacking))
+                    num_pages += lacking
                 copied = None
                 if is_shared:
                     copied = (held[-1], free.take(1, None)[0])
@@ -391,7 +395,8 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
             first_key = pages.policy.first_visible(start)
             base = first * size
             reads.append(PagedRead(span, held, first_key - base, stop - first_key, mask_for(pages.policy, start, stop)))
-            slots += [held[(p - base) // size] * size + p % size for p in range(start, stop)]
+            for position in range(start, stop):
+                slots.append(held[(position - base) // size] * size + position % size)
         copies = any(change.copied is not None for change in changes)
-        step = PagedStep(window, tuple(slots), tuple(reads), free.intervals[-1][0], copies)
-        return _Placement(step, pages.free, free, tuple(changes))
+        step = PagedStep(window, tuple(slots), tuple(reads), num_pages, copies)
+        return _Placement(step, pages.num_pages, pages.free, free, tuple(changes))

@@ -81,7 +81,7 @@ def test_model_is_one_delegate_and_equals_hugging_face(tmp_path: Path, name: str
         with CacheSession(model.new_cache(64)):
             logits = run_alone(model, prompts[0].tolist(), steps)
         torch.testing.assert_close(logits, wanted[0], **TOLERANCE)
-    for layout in ("batched-cell", "batched-sequence"):
+    for layout in ("batched-cell", "batched-sequence", "batched-paged"):
         with CacheSession(model.new_cache(128, kind=layout, max_seqs=2)) as session:
             both = run_together(model, session.control, [ids.tolist() for ids in prompts])
         for logits, expected in zip(both, wanted, strict=True):

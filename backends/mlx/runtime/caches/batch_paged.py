@@ -148,9 +148,8 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
     def _copy_pages(self, window: int | None, copies: Sequence[tuple[int, int]], num_pages: int) -> None:
         size = self.page_size
         runs = [(Run(source * size, size), Run(target * size, size)) for source, target in copies]
-        for layer, its in enumerate(self.config.layers):
-            if its.window == window:
-                self._pools.copy(layer, self._slots(num_pages), runs)
+        layers = [layer for layer, its in enumerate(self.config.layers) if its.window == window]
+        self._pools.copy(layers, self._slots(num_pages), runs)
 
     def _slots(self, num_pages: int) -> int:
         """Return the slots that pools must have: past the capacity, which pages are rounded up from, some more."""
@@ -207,6 +206,5 @@ class _TracedStep(trace.TracedAttention):
     def commit(self, results: list[mx.array]) -> None:
         """See ``TracedAttention.commit``."""
         for plan in self._plans:
-            with self._cache.writing(plan):
-                pass
+            self._cache.commit(plan)
         self._cache._results += results

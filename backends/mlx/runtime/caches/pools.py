@@ -74,24 +74,26 @@ class Pools:
         self._written.add(layer)
         return written
 
-    def copy(self, layer: int, num_slots: int, runs: Sequence[tuple[Run, Run]]) -> None:
-        """Copy rows within a layer's pools, from the first run of each pair to the second, lazily.
+    def copy(self, layers: Sequence[int], num_slots: int, runs: Sequence[tuple[Run, Run]]) -> None:
+        """Copy rows within layers' pools, from the first run of each pair to the second.
+
+        The rows are read at once: while that is pending it holds the pools, and the write would copy all of them.
 
         Args:
-            layer: the layer's id; nothing happens where it has no pools.
-            num_slots: the slots that its pools must have before.
+            layers: the layers' ids; nothing happens where one has no pools.
+            num_slots: the slots that pools must have before.
             runs: what is copied, and to where.
         """
-        if self._pairs[layer] is None:
-            return
-        keys, values = self.reserve(layer, num_slots)
-        for source, target in runs:
-            keys, values = (
-                _written(pool, [target], mx.contiguous(pool[:, :, source.slot : source.slot + source.length]))
-                for pool in (keys, values)
-            )
-        self._pairs[layer] = (keys, values)
-        self._written.add(layer)
+        sources = mx.array([slot for run, _ in runs for slot in range(run.slot, run.slot + run.length)])
+        targets = [run for _, run in runs]
+        rows = {
+            layer: tuple(pool[:, :, sources] for pool in self.reserve(layer, num_slots))
+            for layer in layers
+            if self._pairs[layer] is not None
+        }
+        mx.eval(rows)
+        for layer, (k, v) in rows.items():
+            self.write(layer, num_slots, targets, k, v)
 
     def reserve(self, layer: int, num_slots: int) -> Pair:
         """Return a layer's pools, which have at least so many slots, as they are."""

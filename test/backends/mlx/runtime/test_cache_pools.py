@@ -10,13 +10,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from executorch_mlx.backends.mlx.runtime.caches import MLXBatchPagedCache
 from executorch_mlx.backends.mlx.runtime.caches.pools import read
 from executorch_mlx.extension.llm.cache import CacheConfig, LayerConfig, Run, build
 from oracles.batch_pair import OTHER_CELLS, BatchPair
 from oracles.sequence_pair import SequencePair
 
-KINDS = ("sequence", "batched-cell", "batched-sequence")
+KINDS = ("sequence", "batched-cell", "batched-sequence", "batched-paged")
 BATCHED = (*KINDS[1:], OTHER_CELLS["MLXBackend"])
+PAGE = MLXBatchPagedCache.page_size
 LAYER = LayerConfig(n_kv_heads=2, head_dim=64)
 SLOT_BYTES = 2 * 2 * 64 * 4  # keys and values of two heads in float32
 
@@ -104,12 +106,14 @@ def test_cells_freed_here_and_there_are_zeroed_and_reused_without_a_copy() -> No
 
 
 def test_growth_of_the_pools_doubles_up_to_the_capacity() -> None:
+    # Pages are whole.
     for kind in KINDS:
-        cache, sizes = Cache(kind, capacity=40, initial_capacity=3), []
-        for _ in range(40):
-            cache.step([0])
-            sizes.append(cache.cache.pool_bytes // SLOT_BYTES)
-        assert sorted(set(sizes)) == [3, 6, 12, 24, 40], kind
+        unit = PAGE if kind == "batched-paged" else 1
+        cache, sizes = Cache(kind, capacity=40 * unit, initial_capacity=3 * unit), []
+        for _ in range(40 * unit // 8):
+            cache.step([0] * 8)
+            sizes.append(cache.cache.pool_bytes // (SLOT_BYTES * unit))
+        assert sorted(set(sizes)) == ([3, 6, 12, 24, 40] if unit > 1 else [12, 24, 40]), kind
         assert sizes == sorted(sizes)
 
 
@@ -119,6 +123,23 @@ def test_ring_has_no_more_slots_than_window_and_step_need(kind: str) -> None:
     for _ in range(60):
         cache.step([0] * 8)
     assert cache.cache.pool_bytes == (16 + 8 - 1) * SLOT_BYTES
+
+
+def test_freed_pages_are_used_before_there_are_more() -> None:
+    cache = Cache("batched-paged", 64 * PAGE, PAGE)
+    for _ in range(20):
+        cache.step([0] * PAGE)
+        other = cache.cache.seq_new()
+        cache.step([other] * (3 * PAGE))
+        assert cache.cache.seq_rm(other)
+    assert cache.cache._pages[None].num_pages == 20 + 3
+
+
+def test_pages_that_a_window_has_left_are_used_again() -> None:
+    cache = Cache("batched-paged", 4096, 64, LayerConfig(n_kv_heads=2, head_dim=64, window=16))
+    for _ in range(60):
+        cache.step([0] * 8)
+    assert cache.cache.pool_bytes <= 2 * PAGE * SLOT_BYTES  # 16 + 8 - 1 tokens lie in two pages at most
 
 
 # -- copies --------------------------------------------------------------------------------------
@@ -142,6 +163,22 @@ def test_clone_of_cells_copies_no_keys() -> None:
         cache.step([0] * 8)
     assert bytes_of(lambda: cache.cache.seq_clone(0)) == (0, 0)
     assert cache.cache.free == 4096 - 800
+
+
+def test_clone_of_pages_copies_one_page_and_that_when_it_writes() -> None:
+    cache = Cache("batched-paged", 64 * PAGE, 8 * PAGE)
+    for _ in range(PAGE // 4):
+        cache.step([0] * 8)
+    cache.step([0] * 5)
+    clones = []
+    assert bytes_of(lambda: clones.append(cache.cache.seq_clone(0))) == (0, 0)
+    pages = cache.cache._pages[None].owners
+    assert sorted(pages.values()) == [2, 2, 2], "both hold all pages"
+    kept, most = bytes_of(lambda: cache.step(clones))
+    assert (kept, sorted(pages.values())) == (0, [1, 1, 2, 2])
+    assert most <= 2 * PAGE * SLOT_BYTES
+    cache.step([0, *clones] * 2)
+    assert sorted(pages.values()) == [1, 1, 2, 2], "the donor's last page is its own again"
 
 
 @pytest.mark.parametrize("kind", BATCHED)
