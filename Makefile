@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL_DIR ?= out/smollm2
 EXTRA ?= cpu
+# A process per core, up to four: each of them exports models, which takes memory.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test lint bench clean
@@ -34,8 +36,8 @@ demo: $(MODEL_DIR)/model.pte
 
 # The cache core is measured as it is tested: each branch of it is taken by some test.
 test: $(READY)
-	$(BIN)/python -m pytest --ignore=test/extension
-	$(BIN)/python -m pytest test/extension --cov=extension/llm/cache --cov-branch --cov-fail-under=100 \
+	$(PYTEST) --dist loadfile --ignore=test/extension
+	$(PYTEST) --dist worksteal test/extension --cov=extension/llm/cache --cov-branch --cov-fail-under=100 \
 		--cov-report=term-missing:skip-covered
 
 # Type checkers do not follow the mapping from executorch_mlx to the repository's root, so they read an installed copy.

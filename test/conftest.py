@@ -9,7 +9,7 @@ _MACHINES = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data
 # The same examples on every run: a failure here is a failure everywhere.
 settings.register_profile(
     "fast",
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=30,
     derandomize=True,
     database=None,

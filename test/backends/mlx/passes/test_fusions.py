@@ -329,7 +329,7 @@ FUSED = {
     ScaledComplex: 2,
     ComplexTable: 2,
 }
-UNFUSED = {
+UNFUSED = (
     ShiftedPositions,
     ClampedPositions,
     ShortAndLong,
@@ -339,9 +339,9 @@ UNFUSED = {
     NeighboursWithTablesForHalves,
     NeighboursTurnedBack,
     NeighboursByTheLongest,
-}
+)
 # These do not go to ExecuTorch, which has no operators for complex numbers.
-UNFUSED_COMPLEX = {ShiftedComplex, ComplexByTheLongest}
+UNFUSED_COMPLEX = (ShiftedComplex, ComplexByTheLongest)
 ROTATIONS = {**FUSED, **dict.fromkeys([*UNFUSED, *UNFUSED_COMPLEX], 0)}
 
 

@@ -382,7 +382,11 @@ def machine_for(backend: str, kind: str) -> type[BatchMachine]:
     [(backend, kind) for backend, kinds in KINDS.items() for kind in kinds],
 )
 def test_batch_under_random_operations_equals_naive_oracle(backend: str, kind: str) -> None:
-    run_state_machine_as_test(machine_for(backend, kind), settings=settings())
+    # Backends share the core, which eager kinds search for faults: half as many examples look at the other's bytes.
+    share = 1 if backend == "eager" else 2
+    run_state_machine_as_test(
+        machine_for(backend, kind), settings=settings(max_examples=settings().max_examples // share)
+    )
 
 
 # -- tests of the test: each fault must be found -----------------------------------------------------------
