@@ -269,9 +269,9 @@ class _Recorder(CompiledProgram):
         self.constants = dict(constants)
         self.calls: list[list[Any]] = []
 
-    def __call__(self, inputs: Sequence[Any], cache: Any = None) -> list[Any]:
+    def __call__(self, inputs: Sequence[Any], cache: Any = None, **options: Any) -> list[Any]:
         self.calls.append(list(inputs))
-        return super().__call__(inputs, cache)
+        return super().__call__(inputs, cache, **options)
 
 
 @contextmanager
