@@ -90,6 +90,7 @@ class Method:
         """Return the method as a function of MLX arrays, without ExecuTorch in between.
 
         Raises:
+            OSError: the file that the program was loaded from is no longer there.
             ValueError: the method is not one MLX delegate.
         """
         if len(self._delegates) != 1 or not self._is_one_delegate():

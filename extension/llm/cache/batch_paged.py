@@ -395,8 +395,7 @@ class BatchPagedCache(BatchCache[PagedPlan, PagedSequence]):
             first_key = pages.policy.first_visible(start)
             base = first * size
             reads.append(PagedRead(span, held, first_key - base, stop - first_key, mask_for(pages.policy, start, stop)))
-            for position in range(start, stop):
-                slots.append(held[(position - base) // size] * size + position % size)
+            slots += [held[(p - base) // size] * size + p % size for p in range(start, stop)]
         copies = any(change.copied is not None for change in changes)
         step = PagedStep(window, tuple(slots), tuple(reads), num_pages, copies)
         return _Placement(step, pages.num_pages, pages.free, free, tuple(changes))

@@ -82,13 +82,13 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
         """Return a step of single tokens as a function of arrays; see ``MLXCache.traced``."""
         if max(layers) >= len(self._row_attention):
             return None  # to be reported where it is asked
+        if any(self._row_attention[layer] is not ON_CUDA for layer in layers):
+            return None
         first = self.plan(layers[0], positions)
         plans = [first, *(self._plan(layer, first.positions) for layer in layers[1:])]
         for step in {plan.step.window: plan.step for plan in plans}.values():
             if step.copies or not self._arrays(step).may_write:
                 return None
-        if any(self._row_attention[layer] is not ON_CUDA for layer in layers):
-            return None
         return _TracedStep(self, plans)
 
     def _arrays(self, step: PagedStep) -> _StepArrays:
@@ -149,7 +149,11 @@ class MLXBatchPagedCache(BatchPagedCache, MLXCache[PagedPlan]):
         size = self.page_size
         runs = [(Run(source * size, size), Run(target * size, size)) for source, target in copies]
         layers = [layer for layer, its in enumerate(self.config.layers) if its.window == window]
-        self._pools.copy(layers, self._slots(num_pages), runs)
+        try:
+            self._pools.copy(layers, self._slots(num_pages), runs)
+        except Exception as error:
+            self.mark_lost(f"{type(error).__name__}: {error}")
+            raise
 
     def _slots(self, num_pages: int) -> int:
         """Return the slots that pools must have: past the capacity, which pages are rounded up from, some more."""

@@ -21,7 +21,6 @@ def _addmm(node: Node, at: At) -> Step:
     mat1, mat2, out = at(node.mat1), at(node.mat2), at(node.out)
     if node.bias is None:
         alpha = node.alpha
-
         multiply = _by_constant() if at.is_constant(node.mat2) else mx.matmul
 
         def step(env: Env) -> None:

@@ -181,6 +181,24 @@ def test_clone_of_pages_copies_one_page_and_that_when_it_writes() -> None:
     assert sorted(pages.values()) == [1, 1, 2, 2], "the donor's last page is its own again"
 
 
+def test_page_that_cannot_be_copied_leaves_the_cache_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache("batched-paged", 64 * PAGE, 8 * PAGE)
+    cache.step([0] * 5)
+    clone = cache.cache.seq_clone(0)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            cache.step([clone])
+    assert cache.cache.is_lost
+    cache.cache.clear()
+    assert cache.cache.seq_new() == 0
+    cache.step([0] * 5)
+
+
 @pytest.mark.parametrize("kind", BATCHED)
 def test_donor_writes_in_place_after_it_was_cloned(kind: str) -> None:
     cache = Cache(kind, 16384, 4096)
